@@ -1,0 +1,67 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout",)
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    timeout: _duration_pb2.Duration
+    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_unfinished",)
+    NUM_UNFINISHED_FIELD_NUMBER: _ClassVar[int]
+    num_unfinished: int
+    def __init__(self, num_unfinished: _Optional[int] = ...) -> None: ...
+
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ("num_blocks_freed",)
+    NUM_BLOCKS_FREED_FIELD_NUMBER: _ClassVar[int]
+    num_blocks_freed: int
+    def __init__(self, num_blocks_freed: _Optional[int] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("num_requests_in_flight", "num_requests_running", "num_requests_waiting", "num_blocks", "num_free_blocks", "kv_cache_usage", "engine_epoch", "engine_step", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "engine_ready", "draining", "engine_pid")
+    NUM_REQUESTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_READY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
+    num_requests_in_flight: int
+    num_requests_running: int
+    num_requests_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    kv_cache_usage: float
+    engine_epoch: int
+    engine_step: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    engine_ready: bool
+    draining: bool
+    engine_pid: int
+    def __init__(self, num_requests_in_flight: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., engine_epoch: _Optional[int] = ..., engine_step: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., engine_pid: _Optional[int] = ...) -> None: ...
