@@ -1,0 +1,164 @@
+"""The `pagewire` command. Each subcommand imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pagewire.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagewire.client import CallFailed
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+_ADDRESS_VARIABLE = "PAGEWIRE_ADDRESS"
+_DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done; 1: the server failed or is not there; 2: the request or a flag is
+    wrong; 3: the model cannot be loaded; 130: interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:
+        return _serve(arguments[1:])
+    options = _parser().parse_args(arguments)
+    if options.command == "version":
+        sys.stdout.write(f"pagewire {version('pagewire')}\n")
+        return EXIT_OK
+    try:
+        command = import_module(f"pagewire.cli.{options.command}")
+        status: int = command.run(options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough; the interpreter must not flush into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    return status
+
+
+def report(failure: CallFailed, address: str) -> int:
+    """One line on stderr about a failed call, and the exit status for it."""
+    if not failure.reached and failure.code == "UNAVAILABLE":
+        fail(f"no server answers at {address}; start one with: pagewire serve")
+    elif failure.field:
+        fail(f"{failure.field}: {failure.message}")
+    else:
+        fail(f"{failure.message} ({failure.code})")
+    return EXIT_USAGE if failure.code == "INVALID_ARGUMENT" else EXIT_FAILED
+
+
+def fail(message: str) -> None:
+    sys.stderr.write(f"pagewire: {' '.join(message.split())}\n")
+
+
+def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the command line gave, by their API names."""
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+    )
+    given = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _serve(arguments: list[str]) -> int:
+    from pagewire.config import ServeConfig
+    from pagewire.launch import serve
+    from pagewire.settings import load_config
+
+    try:
+        return serve(load_config(ServeConfig, arguments, "pagewire serve"))
+    except ConfigError as error:
+        fail(str(error))
+        return EXIT_USAGE
+    except ModelLoadError as error:
+        fail(str(error))
+        return EXIT_MODEL
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+        raise SystemExit(EXIT_USAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="pagewire", description="Serve a language model, or talk to one.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("serve", help="start a server (its flags: pagewire serve --help)")
+
+    chat = commands.add_parser("chat", help="talk to a server's model")
+    _add_connection(chat)
+    _add_sampling(chat)
+    chat.add_argument("--system", metavar="TEXT", help="The conversation's system message.")
+
+    generate = commands.add_parser("generate", help="continue one prompt")
+    generate.add_argument("prompt", metavar="PROMPT", help="The text, or - to read it from stdin.")
+    _add_connection(generate)
+    _add_sampling(generate)
+    generate.add_argument(
+        "--chat", action="store_true", help="Put the prompt through the chat template."
+    )
+    generate.add_argument(
+        "--system", metavar="TEXT", help="A system message before it; implies --chat."
+    )
+    generate.add_argument(
+        "--json", action="store_true", help="Print the whole response once it is there."
+    )
+
+    models = commands.add_parser("models", help="list what a server serves")
+    _add_connection(models)
+    models.add_argument("--json", action="store_true", help="Print every fact.")
+
+    commands.add_parser("version", help="print the version")
+    return parser
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        default=os.environ.get(_ADDRESS_VARIABLE) or _DEFAULT_ADDRESS,
+        help=f"The server's gRPC address. Also {_ADDRESS_VARIABLE}. [%(default)s]",
+    )
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help="Deadline of a call.")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "What is left out has the server's default.")
+    group.add_argument("--model", help="A name from `pagewire models`.")
+    group.add_argument("--max-tokens", type=int, metavar="N")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy.")
+    group.add_argument("--top-p", type=float, metavar="X")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--min-p", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="End before this text. Repeatable."
+    )
+    group.add_argument(
+        "--stop-token-id", action="append", type=int, dest="stop_token_ids", metavar="ID"
+    )
+    group.add_argument("--ignore-eos", action="store_true", default=None)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value

@@ -1,0 +1,122 @@
+"""The errors that cross rooms, as a tree. Each class has a stable code.
+
+    PagewireError
+     +- ClientError             the caller can mend it
+     |   +- InvalidRequest      a field is wrong; names it
+     |   +- NotFound            no such model or request
+     |   +- AlreadyExists       request id in flight
+     |   +- QueueFull           admission bounds reached; says when to retry
+     |   +- MessageTooLarge     over the size limit
+     |   +- FeatureDisabled     switched off on this server
+     |   +- DeadlineExceeded
+     |   +- Cancelled
+     +- ServerError             the caller may try again, elsewhere or later
+         +- Unavailable         loading, draining, or a process is gone
+         +- InternalError       our bug; carries an id to find in the log
+    ConfigError                 a setting is wrong: the process ends with status 2
+    ModelLoadError              the model cannot be served: names the file, status 3
+
+frontend/status.py maps codes to gRPC statuses, and is the only place that does.
+"""
+
+from __future__ import annotations
+
+
+class PagewireError(Exception):
+    """A failure with a stable code and one sentence for the client."""
+
+    code = "internal"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class ClientError(PagewireError):
+    code = "invalid_request"
+
+
+class InvalidRequest(ClientError):
+    """A field is wrong. `field` is the dotted path as the API spells it."""
+
+    code = "invalid_request"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class NotFound(ClientError):
+    """`resource` is "model" or "request"; `field` is where the caller named it."""
+
+    code = "not_found"
+
+    def __init__(self, resource: str, name: str, *, field: str = "") -> None:
+        super().__init__(f"{resource} {name!r} does not exist")
+        self.resource = resource
+        self.name = name
+        self.field = field
+
+
+class AlreadyExists(ClientError):
+    code = "already_exists"
+
+
+class QueueFull(ClientError):
+    """Admission bounds are reached.
+
+    retry_after is in seconds; queue_depth counts the requests in flight.
+    """
+
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float, queue_depth: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.queue_depth = queue_depth
+
+
+class MessageTooLarge(ClientError):
+    code = "message_too_large"
+
+
+class FeatureDisabled(ClientError):
+    code = "feature_disabled"
+
+
+class DeadlineExceeded(ClientError):
+    code = "deadline_exceeded"
+
+
+class Cancelled(ClientError):
+    code = "cancelled"
+
+
+class ServerError(PagewireError):
+    code = "internal"
+
+
+class Unavailable(ServerError):
+    """`reason` is one of loading, draining, engine_dead, tokenizer_dead.
+
+    retry_after is in seconds, None where waiting here does not help.
+    """
+
+    code = "unavailable"
+
+    def __init__(self, reason: str, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class InternalError(ServerError):
+    code = "internal"
+
+
+class ConfigError(Exception):
+    """A setting is unknown, malformed or contradicts another; names it."""
+
+
+class ModelLoadError(Exception):
+    """The model path is missing or not a model; names the file."""

@@ -1,0 +1,189 @@
+"""What walks over ZeroMQ between a frontend and the engine core.
+
+Structs are msgpack arrays: fields are only ever appended, with defaults. Token
+ids travel as little-endian int32 bytes, internal ids as little-endian uint64.
+The framing is in codec.py. Commands go DEALER (frontend) -> ROUTER (engine);
+outputs go PUSH (engine) -> PULL (one per frontend, which binds it).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagewire.types import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages."""
+
+
+# Commands, from a frontend.
+
+
+class Hello(Message, frozen=True):
+    """Opens or reopens a session. Sent until Ready answers, and again when the
+    engine's heartbeat is lost; the engine answers each with Ready."""
+
+    protocol: int
+    frontend_id: int
+    """Random 64 bit, one per frontend process life."""
+    outputs: str
+    """The endpoint of the frontend's PULL socket, as the engine can reach it."""
+
+
+class Add(Message, frozen=True):
+    """Begins (or resumes) a request."""
+
+    request_id: int
+    """The frontend's internal id, never reused within its life."""
+    epoch: int
+    """The engine epoch this is meant for; another one answers ERROR."""
+    token_ids: bytes
+    """Prompt ids, then the output ids emitted so far. int32."""
+    num_output_tokens: int
+    """How many of token_ids are output; 0 for a new request."""
+    sampling: SamplingParams
+    deadline_ms: float | None = None
+    """Remaining time when sent."""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(Message, frozen=True):
+    """Idempotent. Each id that was running ends with one ABORT finish; an id
+    that is unknown is answered in StepOutput.unknown_aborts."""
+
+    request_ids: bytes
+    """uint64."""
+
+
+class Ping(Message, frozen=True):
+    """Once a second. A frontend that stays silent for the engine's
+    frontend_timeout loses its requests."""
+
+    frontend_id: int
+
+
+class ResetPrefixCache(Message, frozen=True):
+    call_id: int
+
+
+# Outputs, from the engine.
+
+
+class Ready(Message, frozen=True):
+    """What the engine really has, learnt at start-up."""
+
+    protocol: int
+    epoch: int
+    """Random 64 bit, one per engine process life."""
+    model_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    num_blocks: int
+    """Blocks that requests can hold: all but the null block."""
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    pid: int
+    default_sampling: dict[str, float]
+    """temperature, top_p, top_k, min_p from generation_config.json, if there."""
+
+
+class Started(Message, frozen=True):
+    """A request left the queue: sent once, with its first step's output."""
+
+    request_id: int
+    num_cached_tokens: int
+    queue_s: float
+
+
+class Finished(Message, frozen=True):
+    """A request's one terminal outcome."""
+
+    request_id: int
+    reason: int
+    """FinishReason."""
+    stop_token_id: int | None = None
+    """The stop token or EOS that ended it (it is the last of the new ids)."""
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+    error: str = ""
+    """One sentence for reason ERROR, with no prompt text in it."""
+
+
+class StepStats(Message, frozen=True):
+    """The engine's state after a step; totals count from the epoch's start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    """Blocks that requests can hold: all but the null block."""
+    num_free_blocks: int
+    """Blocks that no request holds, cached or not."""
+    num_batched_tokens: int
+    """Tokens computed in this step."""
+    step_s: float
+    total_prompt_tokens: int
+    total_output_tokens: int
+    total_preemptions: int
+    prefix_cache_queries: int
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int
+    """Prompt tokens found."""
+    abort_to_free_s: tuple[float, ...] = ()
+    """For aborts applied since the last output: from receipt to blocks freed."""
+
+
+class StepOutput(Message, frozen=True):
+    """One engine step, for one frontend. Row i has counts[i] of token_ids."""
+
+    epoch: int
+    step: int
+    sent_ns: int
+    """CLOCK_MONOTONIC at send; comparable on one host only."""
+    request_ids: bytes
+    """uint64 [R]."""
+    counts: bytes
+    """uint16 [R]."""
+    token_ids: bytes
+    """int32 [sum of counts]."""
+    started: tuple[Started, ...]
+    finished: tuple[Finished, ...]
+    unknown_aborts: tuple[int, ...]
+    stats: StepStats
+
+
+class Heartbeat(Message, frozen=True):
+    """Every second, from a thread, with the loop's own step counter: a counter
+    that stands still while num_running > 0 is a hang."""
+
+    epoch: int
+    step: int
+    sent_ns: int
+    stats: StepStats
+
+
+class Dead(Message, frozen=True):
+    """The engine's last word after a fatal error."""
+
+    epoch: int
+    reason: str
+
+
+class ResetPrefixCacheReply(Message, frozen=True):
+    call_id: int
+    num_blocks_freed: int
+
+
+Command = Hello | Add | Abort | Ping | ResetPrefixCache
+Output = Ready | StepOutput | Heartbeat | Dead | ResetPrefixCacheReply

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagewire.cli import main
+from tests.support.fake_inference import FakeInference, start_fake_inference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Server = tuple[FakeInference, str]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    servicer, address, stop = start_fake_inference()
+    yield servicer, address
+    stop()
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_generate_prints_the_text_and_nothing_else(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    servicer, address = server
+    status = main(
+        [
+            "generate",
+            "two words",
+            f"--address={address}",
+            "--temperature=0",
+            "--max-tokens=16",
+            "--stop=a",
+            "--stop=b",
+            "--stop-token-id=7",
+        ]
+    )
+    assert (status, capfd.readouterr()) == (0, ("echo two words ", ""))
+    (request,) = servicer.requests
+    sampling = request.sampling_params
+    assert (sampling.temperature, sampling.max_tokens) == (0.0, 16)
+    assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["a", "b"], [7])
+    assert sampling.HasField("temperature")
+    assert not sampling.HasField("top_p")
+    assert not sampling.HasField("seed")
+    assert not request.HasField("model")
+
+
+def test_generate_through_the_chat_template(server: Server, capfd: pytest.CaptureFixture) -> None:
+    _servicer, address = server
+    assert main(["generate", "hi", f"--address={address}", "--system=be brief"]) == 0
+    assert capfd.readouterr().out == "echo system:be brief|user:hi "
+
+
+def test_generate_reads_its_prompt_from_stdin(
+    server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from\na pipe"))
+    assert main(["generate", "-", f"--address={server[1]}"]) == 0
+    assert capfd.readouterr().out == "echo from\na pipe "
+
+
+def test_generate_json_is_the_whole_response(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hi", f"--address={server[1]}", "--json"]) == 0
+    response = json.loads(capfd.readouterr().out)
+    assert response["outputs"][0]["text"] == "echo hi"
+    assert (response["request_id"], response["model"]) == ("r1", "fake")
+    assert int(response["seed"]) == (1 << 63) + 1
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_refused_field_is_one_line(
+    server: Server, capfd: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    assert main(["generate", "!", f"--address={server[1]}", *extra]) == 2
+    assert capfd.readouterr() == ("", "pagewire: prompt: is of no use at all\n")
+
+
+def test_a_value_that_no_message_can_hold_names_its_field(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", f"--address={server[1]}", "--max-tokens=99999999999"]) == 2
+    assert capfd.readouterr().err.startswith("pagewire: sampling_params.max_tokens: ")
+    assert server[0].requests == []
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["models"]])
+def test_no_server_is_said_in_one_line(
+    nobody: str, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([*command, f"--address={nobody}"]) == 1
+    assert capfd.readouterr() == (
+        "",
+        f"pagewire: no server answers at {nobody}; start one with: pagewire serve\n",
+    )
+
+
+def test_address_may_come_from_the_environment(
+    server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_ADDRESS", server[1])
+    assert main(["models"]) == 0
+    header, row = capfd.readouterr().out.splitlines()
+    assert header.split() == ["name", "architecture", "max_model_len", "dtype", "device"]
+    assert row.split() == ["fake", "llama", "99", "float32", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate", "x", "--temperature=warm"], "--temperature: invalid float value: 'warm'"),
+        (["generate", "x", "--timeout=nan"], "--timeout: must be above 0, got nan"),
+        (["dance"], "COMMAND: invalid choice: 'dance'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(
+    capfd: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"pagewire: {message}")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_wrong_setting_of_serve_is_one_line_and_status_2(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--max-num-seq=3"]) == 2
+    error = "pagewire: unknown flag --max-num-seq; did you mean --max-num-seqs?\n"
+    assert capfd.readouterr() == ("", error)
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capfd.readouterr().out.startswith("pagewire 0.")
+
+
+def test_chat_from_a_pipe_answers_each_line(
+    server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "one\n/system be kind\ntwo\n\n/reset\nthree\n/quit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", f"--address={server[1]}", "--temperature=0"]) == 0
+    assert capfd.readouterr() == (
+        (
+            "echo user:one \n"
+            "echo system:be kind|user:one|assistant:echo user:one |user:two \n"
+            "echo system:be kind|user:three \n"
+        ),
+        "",
+    )
+    assert all(request.sampling_params.temperature == 0 for request in server[0].requests)
+
+
+def test_chat_from_a_pipe_ends_at_the_first_failure(
+    server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/dance\nhi\n"))
+    assert main(["chat", f"--address={server[1]}", "--min-p=0.5", "--top-k=99999999999"]) == 2
+    error = capfd.readouterr().err.splitlines()
+    assert error[0].startswith("pagewire: unknown command /dance")
+    assert error[1].startswith("pagewire: sampling_params.top_k: ")
+
+
+class Terminal:
+    """`pagewire chat` on a pseudo-terminal."""
+
+    def __init__(self, address: str) -> None:
+        pid, self._fd = pty.fork()
+        if pid == 0:
+            os.environ.update(TERM="dumb", COLUMNS="200")
+            command = [sys.executable, "-P", "-m", "pagewire.cli", "chat", f"--address={address}"]
+            os.execv(sys.executable, command)
+        self._pid = pid
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str, within_s: float = 20) -> None:
+        deadline = time.monotonic() + within_s
+        while text not in self.shown:
+            ready, _, _ = select.select([self._fd], [], [], max(0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"no {text!r} in {self.shown!r}")
+            self.shown += os.read(self._fd, 4096).decode()
+        self.shown = self.shown.split(text, 1)[1]
+
+    def status(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def test_chat_on_a_terminal_streams_and_stops_an_answer_by_ctrl_c(server: Server) -> None:
+    servicer, address = server
+    terminal = Terminal(address)
+    try:
+        terminal.wait_for(f"fake at {address}")
+        terminal.wait_for("> ")
+        terminal.type("hello\n")
+        terminal.wait_for("echo user:hello")
+        terminal.wait_for("3 tokens, 4.0/s, 2 of 4 prompt tokens cached")
+        terminal.wait_for("> ")
+        servicer.endless = True
+        servicer.cancelled.clear()
+        terminal.type("again\n")
+        terminal.wait_for("more ")
+        terminal.type("\x03")
+        terminal.wait_for("[stopped]")
+        assert servicer.cancelled.wait(20)
+        terminal.wait_for("> ")
+        terminal.type("\x03")
+        assert terminal.status() == 0
+    finally:
+        terminal.close()
+
+
+def test_generate_ends_quietly_when_interrupted_or_unread(server: Server) -> None:
+    servicer, address = server
+    servicer.endless = True
+    command = [sys.executable, "-P", "-m", "pagewire.cli", "generate", "x", f"--address={address}"]
+    for end in ("interrupt", "close"):
+        servicer.cancelled.clear()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(5) == b"echo "
+            if end == "interrupt":
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == (130 if end == "interrupt" else 0)
+        assert servicer.cancelled.wait(20)
