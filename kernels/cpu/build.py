@@ -1,0 +1,153 @@
+"""Builds the C++ ops: python -m kernels.cpu.build
+
+One shared library per instruction set, next to this file, named after a hash of
+the sources and flags: a library that does not match the sources is never
+loaded. The compiler is $CXX, g++, clang++ or the zig of the ziglang wheel,
+whichever is found first. There is no dependency on torch's headers or version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = FOLDER / "csrc"
+COMMAND = "python -m kernels.cpu.build"
+
+_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
+          "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")  # fmt: skip
+_X86_V3 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
+_X86_V4 = (*_X86_V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+
+
+class BuildError(Exception):
+    """No compiler, or the compiler failed; the message holds what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The same sources for one instruction set. level orders them; the greatest that the
+    CPU supports is used."""
+
+    name: str
+    level: int
+    flags: tuple[str, ...]
+
+    def path(self) -> Path:
+        digest = hashlib.sha256(repr((_FLAGS, self.flags)).encode())
+        for source in sorted(SOURCES.iterdir()):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        return FOLDER / f"pagewire_{self.name}_{digest.hexdigest()[:16]}.so"
+
+
+def variants() -> tuple[Variant, ...]:
+    """Those of this machine's architecture, lowest level first."""
+    portable = Variant("portable", 0, ())
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return (portable,)
+    return (portable, Variant("avx2", 1, _X86_V3), Variant("avx512", 2, _X86_V4))
+
+
+def find_compiler() -> list[str]:
+    """The command to which arguments are added. Raises BuildError if there is none."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang") is not None:
+        # Its default is the machine at hand, which would make the portable variant anything but.
+        return [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+    raise BuildError("no C++ compiler: set CXX, or install g++, clang++ or the ziglang wheel")
+
+
+def cpu_level(portable: Path) -> int:
+    """The level of the best variant that this CPU runs, by asking the portable one."""
+    level = ctypes.CDLL(str(portable)).pagewire_cpu_level()
+    assert isinstance(level, int)
+    return level
+
+
+def build(*, every: bool = False, force: bool = False) -> list[Path]:
+    """Builds the variants that this CPU runs (every: all of its architecture, for an image
+    that travels) where missing; returns their libraries. Raises BuildError."""
+    portable, *others = variants()
+    with (
+        tempfile.TemporaryDirectory(prefix=".build-", dir=FOLDER) as scratch,
+        ThreadPoolExecutor(max_workers=os.cpu_count()) as pool,
+    ):
+        libraries = [_build_variant(portable, Path(scratch), pool, force=force)]
+        level = cpu_level(libraries[0])
+        libraries += [
+            _build_variant(variant, Path(scratch), pool, force=force)
+            for variant in others
+            if every or variant.level <= level
+        ]
+    current = {variant.path() for variant in variants()}
+    for path in FOLDER.glob("pagewire_*.so"):
+        if path not in current:
+            path.unlink(missing_ok=True)
+    return libraries
+
+
+def _build_variant(
+    variant: Variant, scratch: Path, pool: ThreadPoolExecutor, *, force: bool
+) -> Path:
+    path = variant.path()
+    if path.exists() and not force:
+        sys.stdout.write(f"kernels.cpu: up to date: {path.name}\n")
+        return path
+    compiler = find_compiler()
+
+    def compile_one(source: Path) -> Path:
+        target = scratch / f"{variant.name}-{source.stem}.o"
+        _run([*compiler, *_FLAGS, *variant.flags, "-c", str(source), "-o", str(target)])
+        return target
+
+    started = time.monotonic()
+    objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+    library = scratch / path.name
+    # Not linked to an OpenMP runtime: csrc/parallel.h finds torch's when it is loaded.
+    _run([*compiler, "-shared", *map(str, objects), "-o", str(library)])
+    # Atomic, for a server that starts while this runs.
+    library.replace(path)
+    seconds = time.monotonic() - started
+    sys.stdout.write(f"kernels.cpu: built {path.name} with {compiler[0]} in {seconds:.1f} s\n")
+    return path
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr or done.stdout}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Builds the C++ ops.")
+    parser.add_argument("--all", action="store_true", help="every variant of this architecture")
+    parser.add_argument("--force", action="store_true", help="even what is up to date")
+    arguments = parser.parse_args()
+    try:
+        build(every=arguments.all, force=arguments.force)
+    except BuildError as error:
+        sys.stderr.write(f"kernels.cpu: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

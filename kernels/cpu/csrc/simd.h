@@ -1,0 +1,229 @@
+// Vectors of W floats through the compiler's own vector extension (GCC, clang), so that one
+// source serves SSE2, AVX2, AVX-512 and NEON; and the three element types of tensors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// On a loop whose trip count is a constant and whose arrays are meant to live in registers.
+#define PAGEWIRE_UNROLL _Pragma("GCC unroll 16")
+
+namespace pagewire {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else  // the build turns F16C and FMA on with AVX2
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef double vd __attribute__((vector_size(8 * W)));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline vf splat(float x) { return x - vf{}; }
+
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+
+// One element of each type.
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return bits_as<float>(uint32_t(x.bits) << 16); }
+inline float to_float(f16 x) {
+#if defined(__AVX2__)
+  return _cvtsh_ss(x.bits);
+#else
+  uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  // Rebias by a multiplication, which also normalizes subnormals.
+  float value = bits_as<float>(magnitude << 13) * bits_as<float>(uint32_t(254 - 15) << 23);
+  uint32_t bits = magnitude >= 0x7c00 ? 0x7f800000 | (magnitude << 13) : bits_as<uint32_t>(value);
+  return bits_as<float>(bits | sign);
+#endif
+}
+
+inline void from_float(float x, float* to) { *to = x; }
+inline void from_float(float x, bf16* to) {
+  uint32_t bits = bits_as<uint32_t>(x);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to->bits = uint16_t(x == x ? rounded : (bits >> 16) | 0x40);
+}
+inline void from_float(float x, f16* to) {
+#if defined(__AVX2__)
+  to->bits = uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint32_t bits = bits_as<uint32_t>(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {  // rounds past the greatest half
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // subnormal: the adder rounds to a multiple of 2^-24
+    half = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
+  } else {
+    half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  }
+  to->bits = uint16_t(half | sign);
+#endif
+}
+
+// W elements of each type, at any alignment.
+
+inline vf load(const float* p) {
+  vf v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline vf load(const bf16* p) {
+  vh half;
+  std::memcpy(&half, p, sizeof half);
+  return bits_as<vf>(__builtin_convertvector(half, vu) << 16);
+}
+inline vf load(const f16* p) {
+#if defined(__AVX512F__)
+  __m256i half;
+  std::memcpy(&half, p, sizeof half);
+  return bits_as<vf>(_mm512_maskz_cvtph_ps(0xffff, half));
+#elif defined(__AVX2__)
+  __m128i half;
+  std::memcpy(&half, p, sizeof half);
+  return bits_as<vf>(_mm256_cvtph_ps(half));
+#else
+  vf v;
+  for (int i = 0; i < W; i++) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, vf v) {
+  vu bits = bits_as<vu>(v);
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vu nan = (bits >> 16) | 0x40;
+  vh half = __builtin_convertvector(v == v ? rounded : nan, vh);
+  std::memcpy(p, &half, sizeof half);
+}
+inline void store(f16* p, vf v) {
+#if defined(__AVX512F__)
+  __m256i half = _mm512_maskz_cvtps_ph(0xffff, bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &half, sizeof half);
+#elif defined(__AVX2__)
+  __m128i half = _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &half, sizeof half);
+#else
+  for (int i = 0; i < W; i++) from_float(v[i], p + i);
+#endif
+}
+
+// The first n < W elements; the rest are zero, and their memory is not touched.
+template <class T>
+inline vf load_first(const T* p, int64_t n) {
+  T padded[W] = {};
+  std::memcpy(padded, p, size_t(n) * sizeof(T));
+  return load(padded);
+}
+template <class T>
+inline void store_first(T* p, vf v, int64_t n) {
+  T padded[W];
+  store(padded, v);
+  std::memcpy(p, padded, size_t(n) * sizeof(T));
+}
+
+// Halves onto halves, so every instruction set of one width adds in the same order.
+inline float sum(vf v) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  __m512 all = bits_as<__m512>(v);
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+#else
+  __m256 eight = bits_as<__m256>(v);
+#endif
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  float lanes[W];
+  std::memcpy(lanes, &v, sizeof lanes);
+  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+#endif
+}
+inline float max_lane(vf v) {
+  float best = v[0];
+  for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+inline double sum(vd v) {
+  double total = 0;
+  for (int i = 0; i < W; i++) total += v[i];
+  return total;
+}
+
+// to[j * to_row + i] = from[i * from_row + j] for i, j in [0, 4)
+inline void transpose4(const float* from, int64_t from_row, float* to, int64_t to_row) {
+  typedef float v4 __attribute__((vector_size(16)));
+#if defined(__clang__) || __GNUC__ >= 12
+#define PAGEWIRE_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+  typedef int32_t i4 __attribute__((vector_size(16)));
+#define PAGEWIRE_PICK(a, b, ...) __builtin_shuffle(a, b, i4{__VA_ARGS__})
+#endif
+  v4 rows[4];
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 4; i++) std::memcpy(&rows[i], from + i * from_row, sizeof(v4));
+  v4 low0 = PAGEWIRE_PICK(rows[0], rows[1], 0, 4, 1, 5);
+  v4 high0 = PAGEWIRE_PICK(rows[0], rows[1], 2, 6, 3, 7);
+  v4 low1 = PAGEWIRE_PICK(rows[2], rows[3], 0, 4, 1, 5);
+  v4 high1 = PAGEWIRE_PICK(rows[2], rows[3], 2, 6, 3, 7);
+  v4 columns[4] = {PAGEWIRE_PICK(low0, low1, 0, 1, 4, 5), PAGEWIRE_PICK(low0, low1, 2, 3, 6, 7),
+                   PAGEWIRE_PICK(high0, high1, 0, 1, 4, 5), PAGEWIRE_PICK(high0, high1, 2, 3, 6, 7)};
+  PAGEWIRE_UNROLL
+  for (int j = 0; j < 4; j++) std::memcpy(to + j * to_row, &columns[j], sizeof(v4));
+#undef PAGEWIRE_PICK
+}
+
+// e^x within 2 ulp; exactly 0 below -87.3, at most e^88.37; NaN stays NaN.
+// Cody-Waite reduction to |r| <= ln(2) / 2, then the minimax polynomial of Cephes' expf.
+inline vf exp(vf x) {
+  vf below = splat(-87.33f), above = splat(88.37f);
+  vf clamped = x < below ? below : x;
+  clamped = clamped > above ? above : clamped;
+  vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  vf n = (clamped * 1.44269504088896341f + magic) - magic;
+  vf r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  vi exponent = (__builtin_convertvector(n == n ? n : vf{}, vi) + 127) << 23;
+  vf result = p * bits_as<vf>(exponent);
+  return x < below ? vf{} : result;
+}
+
+}  // namespace pagewire

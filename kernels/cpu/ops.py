@@ -1,0 +1,277 @@
+"""The CPU backend: C++ ops (csrc/), or torch in their place where they are not built."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import shapes
+from kernels.cpu import library
+from kernels.cpu.library import DTYPES, AttentionSizes, Library, RopeSizes, SamplingColumns
+from kernels.reference.ops import ReferenceOps
+
+if TYPE_CHECKING:
+    from kernels.ops import AttentionBatch, LinearWeight, Ops, SamplingBatch
+
+_log = logging.getLogger(__name__)
+
+_STREAMING_TOKENS = 8
+"""Up to here a matrix product is bound by reading the weights, which the C++ does at the speed
+of memory; beyond, torch's bfloat16 instructions win where the CPU has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLinear:
+    weight: torch.Tensor  # [out, in], dense
+    bias: torch.Tensor | None  # [out], dense
+    out_features: int
+    in_features: int
+
+
+def load_cpu_ops(*, use_library: bool = True) -> Ops:
+    """CpuOps for this CPU; TorchCpuOps, with a warning in the log, if the C++ is not built
+    (or use_library is off)."""
+    supported = library.supported_variants() if use_library else []
+    if supported:
+        ops = CpuOps(Library(supported[-1]))
+        _log.info("CPU ops: %s", supported[-1].path().name)
+        return ops
+    _log.warning("%s", library.why_missing() if use_library else "the C++ CPU ops are switched off")
+    return TorchCpuOps()
+
+
+def _prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> CpuLinear:
+    weight = weight.contiguous()
+    if bias is None:
+        shapes.PREPARE_LINEAR.check(weight)
+    else:
+        bias = bias.contiguous()
+        shapes.PREPARE_LINEAR_BIAS.check(weight, bias)
+    out_features, in_features = weight.shape
+    return CpuLinear(weight, bias, out_features, in_features)
+
+
+class TorchCpuOps(ReferenceOps):
+    """The reference, but with torch's own matrix product, which keeps the weights' dtype."""
+
+    name = "cpu"
+
+    def prepare_linear(  # type: ignore[override]  # another weight type is the point
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> CpuLinear:
+        return _prepare_linear(weight, bias)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, CpuLinear), type(weight)
+        return torch.nn.functional.linear(x, weight.weight, weight.bias)
+
+
+class CpuOps:
+    """C++ for float32, bfloat16 and float16, with float32 inside; embedding is torch's.
+
+    In float32 a row's results do not depend on the rows beside it, bit for bit.
+    """
+
+    name = "cpu"
+
+    def __init__(self, lib: Library, *, native_bfloat16: bool | None = None) -> None:
+        """native_bfloat16: whether the CPU multiplies bfloat16 itself. Default: ask it."""
+        self._lib = lib
+        self.variant = lib.variant.name
+        if native_bfloat16 is None:
+            native_bfloat16 = bool(lib.native_bfloat16())
+        self._native_bfloat16 = native_bfloat16
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
+        return _prepare_linear(weight, bias)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, CpuLinear), type(weight)
+        shapes.LINEAR.check(x, weight.weight)
+        tokens = x.shape[0]
+        if self._native_bfloat16 and x.dtype == torch.bfloat16 and tokens > _STREAMING_TOKENS:
+            return torch.nn.functional.linear(x, weight.weight, weight.bias)
+        out = x.new_empty(tokens, weight.out_features)
+        bias = weight.bias
+        self._lib.linear(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            weight.weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            weight.in_features,
+            weight.out_features,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def embedding(self, input_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        shapes.EMBEDDING.check(input_ids, table)
+        return torch.nn.functional.embedding(input_ids, table)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        shapes.RMS_NORM.check(x, weight)
+        tokens, hidden = x.shape
+        out = x.new_empty(tokens, hidden)
+        self._lib.rms_norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            hidden,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        shapes.ADD_RMS_NORM.check(x, residual, weight)
+        tokens, hidden = x.shape
+        out = x.new_empty(tokens, hidden)
+        self._lib.add_rms_norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            hidden,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Raises IndexError, before anything is written, on a position or slot out of range."""
+        shapes.ROPE_AND_CACHE.check(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping)
+        assert cos_sin.is_contiguous() and cos_sin.shape[1] <= q.shape[2]
+        assert positions.is_contiguous() and slot_mapping.is_contiguous()
+        num_blocks, block_size, kv_heads, head_dim = k_cache.shape
+        sizes = RopeSizes(
+            *(q.shape[0], q.shape[1], kv_heads, head_dim, cos_sin.shape[1], cos_sin.shape[0]),
+            *(num_blocks, block_size),
+            *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+            *(*k_cache.stride()[:3], *v_cache.stride()[:3]),
+        )
+        wrong = self._lib.rope_and_cache(
+            DTYPES[q.dtype],
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            ctypes.byref(sizes),
+            torch.get_num_threads(),
+        )
+        if wrong >= 0:
+            raise IndexError(
+                f"rope_and_cache: token {wrong} has position {int(positions[wrong])} of "
+                f"{cos_sin.shape[0]} and slot {int(slot_mapping[wrong])} of "
+                f"{num_blocks * block_size}"
+            )
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        """Raises IndexError on a block id or sequence bound out of range."""
+        starts, seq_lens = batch.query_start_loc_host, batch.seq_lens_host
+        table = batch.block_table
+        shapes.ATTENTION.check(q, k_cache, v_cache, starts, seq_lens, table)
+        tokens, heads, head_dim = q.shape
+        num_blocks, block_size, kv_heads, _ = k_cache.shape
+        assert heads % kv_heads == 0, (heads, kv_heads)
+        assert starts.is_contiguous() and seq_lens.is_contiguous()
+        out = q.new_empty(tokens, heads, head_dim)
+        sizes = AttentionSizes(
+            *(tokens, seq_lens.shape[0], heads, kv_heads, head_dim, num_blocks, block_size),
+            *(*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+            *(table.stride(0), table.shape[1]),
+            scale,
+        )
+        wrong = self._lib.attention(
+            DTYPES[q.dtype],
+            q.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            out.data_ptr(),
+            starts.data_ptr(),
+            seq_lens.data_ptr(),
+            table.data_ptr(),
+            ctypes.byref(sizes),
+            torch.get_num_threads(),
+        )
+        if wrong >= 0:
+            raise IndexError(
+                f"attention: sequence {wrong} of length {int(seq_lens[wrong])}, with query tokens "
+                f"{starts[wrong : wrong + 2].tolist()} of {tokens}, has a block outside "
+                f"[0, {num_blocks}) or bounds that contradict each other"
+            )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        shapes.SILU_MUL.check(gate_up)
+        tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, intermediate)
+        self._lib.silu_mul(
+            DTYPES[gate_up.dtype],
+            gate_up.data_ptr(),
+            gate_up.stride(0),
+            out.data_ptr(),
+            tokens,
+            intermediate,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        columns = (
+            *(batch.temperature, batch.top_k, batch.top_p, batch.min_p),
+            *(batch.seed, batch.position, batch.sample_index),
+        )
+        shapes.SAMPLE.check(logits, *columns)
+        rows, vocab_size = logits.shape
+        assert vocab_size > 0
+        assert all(column.is_contiguous() for column in columns)
+        ids = torch.empty(rows, dtype=torch.int64)
+        pointers = SamplingColumns(*(column.data_ptr() for column in columns))
+        self._lib.sample(
+            DTYPES[logits.dtype],
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            vocab_size,
+            ctypes.byref(pointers),
+            ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return ids

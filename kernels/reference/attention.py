@@ -1,0 +1,51 @@
+"""Causal attention over the paged KV cache, one sequence at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kernels.ops import AttentionBatch
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    compute: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """q [T, Hq, D] -> [T, Hq, D]. See Ops.attention.
+
+    Tokens that belong to no sequence, and sequences of length 0, get zeros.
+    """
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    group = q.shape[1] // k_cache.shape[2]
+    starts = batch.query_start_loc_host.tolist()
+    for row, seq_len in enumerate(batch.seq_lens_host.tolist()):
+        start, end = starts[row], starts[row + 1]
+        if start == end or seq_len == 0:
+            continue
+        # [seq_len, Hq, D]
+        keys = _context(k_cache, batch.block_table[row], seq_len, group).to(compute)
+        values = _context(v_cache, batch.block_table[row], seq_len, group).to(compute)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].to(compute), keys) * scale
+        # Token i of the chunk is at absolute position seq_len - query_len + i.
+        positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)
+        hidden = torch.arange(seq_len, device=q.device) > positions.unsqueeze(1)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+    return out
+
+
+def _context(
+    cache: torch.Tensor, block_ids: torch.Tensor, seq_len: int, group: int
+) -> torch.Tensor:
+    """cache [N, B, Hk, D] -> the sequence's first seq_len tokens, [seq_len, Hk * group, D]."""
+    block_size = cache.shape[1]
+    num_blocks = -(-seq_len // block_size)
+    blocks = cache[block_ids[:num_blocks].long()]
+    return blocks.flatten(0, 1)[:seq_len].repeat_interleave(group, dim=1)

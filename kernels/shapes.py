@@ -1,0 +1,175 @@
+"""Symbolic shape checks at the public edge of an op.
+
+    ROPE = Signature("rope_and_cache", q="F: T Hq D", k="F: T Hk D", positions="int64: T")
+    ROPE.check(q=q, k=k, positions=positions)
+
+One letter binds one size (or one dtype) across all arguments of a call. A
+layout that was seen once is not looked at again, so a check in the hot loop
+costs about a microsecond a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+_DTYPES = {
+    "F": (torch.float32, torch.bfloat16, torch.float16),
+    "float32": (torch.float32,),
+    "int32": (torch.int32,),
+    "int64": (torch.int64,),
+}
+_SEEN_LIMIT = 4096
+_TERM = re.compile(
+    r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z]\w*)(?:\+(?P<offset>\d+))?|(?P<size>\d+)"
+)
+
+
+class ShapeError(ValueError):
+    """An argument of an op has a shape, dtype or layout that the op does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One dimension: factor * name + offset, or a plain size."""
+
+    text: str
+    name: str | None
+    factor: int = 1
+    offset: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> _Term:
+        match = _TERM.fullmatch(text)
+        if match is None:
+            raise ValueError(f"malformed dimension {text!r}")
+        if match["size"]:
+            return cls(text, None, offset=int(match["size"]))
+        return cls(text, match["name"], int(match["factor"] or 1), int(match["offset"] or 0))
+
+    def matches(self, size: int, bound: dict[str, int]) -> bool:
+        """Whether size fits; binds the name if it is new and size can be solved for it."""
+        if self.name is None:
+            return size == self.offset
+        if self.name in bound:
+            return size == self.factor * bound[self.name] + self.offset
+        value, rest = divmod(size - self.offset, self.factor)
+        bound[self.name] = value
+        return rest == 0 and value >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    name: str
+    dtype: str
+    terms: tuple[_Term, ...]
+
+    @property
+    def text(self) -> str:
+        return f"{self.dtype} [{', '.join(term.text for term in self.terms)}]"
+
+
+class Signature:
+    """The arguments of one op: name="dtype: dimensions".
+
+    dtype is F (one float type, the same for all F arguments of a call),
+    float32, int32 or int64. A dimension is a name, a number, "2*I" or "R+1".
+    """
+
+    def __init__(self, op: str, **arguments: str) -> None:
+        self.op = op
+        self._arguments = tuple(self._parse(name, spec) for name, spec in arguments.items())
+        self._seen: set[Hashable] = set()
+
+    @staticmethod
+    def _parse(name: str, spec: str) -> _Argument:
+        dtype, _, dims = spec.partition(":")
+        if dtype not in _DTYPES:
+            raise ValueError(f"{name}: unknown dtype {dtype!r}; known: {sorted(_DTYPES)}")
+        return _Argument(name, dtype, tuple(_Term.parse(text) for text in dims.split()))
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """tensors in the order of the signature. Raises ShapeError naming the argument.
+
+        All must be on one device, and the last dimension must be dense.
+        """
+        key = tuple([(t.shape, t.dtype, t.stride(), t.device) for t in tensors])
+        if key in self._seen:
+            return
+        self._check(tensors)
+        if len(self._seen) >= _SEEN_LIMIT:
+            self._seen.clear()
+        self._seen.add(key)
+
+    def _check(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        bound: dict[str, int] = {}
+        float_dtype: torch.dtype | None = None
+        for argument, tensor in zip(self._arguments, tensors, strict=True):
+            fits = tensor.ndim == len(argument.terms) and all(
+                term.matches(size, bound)
+                for term, size in zip(argument.terms, tensor.shape, strict=True)
+            )
+            if not fits:
+                raise self._error(argument, tensor, f"with {bound}" if bound else "")
+            if tensor.dtype not in _DTYPES[argument.dtype]:
+                raise self._error(argument, tensor, "")
+            if argument.dtype == "F":
+                float_dtype = float_dtype or tensor.dtype
+                if tensor.dtype != float_dtype:
+                    raise self._error(argument, tensor, f"where F is {float_dtype}")
+            if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise self._error(argument, tensor, "with a dense last dimension")
+            if tensor.device != tensors[0].device:
+                raise self._error(argument, tensor, f"on {tensors[0].device}")
+
+    def _error(self, argument: _Argument, tensor: torch.Tensor, note: str) -> ShapeError:
+        got = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+        return ShapeError(
+            f"{self.op}: {argument.name} is {got}; want {argument.text} {note}".strip()
+        )
+
+
+RMS_NORM = Signature("rms_norm", x="F: T H", weight="F: H")
+ADD_RMS_NORM = Signature("add_rms_norm", x="F: T H", residual="F: T H", weight="F: H")
+SILU_MUL = Signature("silu_mul", gate_up="F: T 2*I")
+EMBEDDING = Signature("embedding", input_ids="int64: T", table="F: V H")
+LINEAR = Signature("linear", x="F: T I", weight="F: O I")
+PREPARE_LINEAR = Signature("prepare_linear", weight="F: O I")
+PREPARE_LINEAR_BIAS = Signature("prepare_linear", weight="F: O I", bias="F: O")
+ROPE_AND_CACHE = Signature(
+    "rope_and_cache",
+    q="F: T Hq D",
+    k="F: T Hk D",
+    v="F: T Hk D",
+    positions="int64: T",
+    cos_sin="float32: M 2*P",
+    k_cache="F: N B Hk D",
+    v_cache="F: N B Hk D",
+    slot_mapping="int64: T",
+)
+ATTENTION = Signature(
+    "attention",
+    q="F: T Hq D",
+    k_cache="F: N B Hk D",
+    v_cache="F: N B Hk D",
+    query_start_loc="int32: R+1",
+    seq_lens="int32: R",
+    block_table="int32: R M",
+)
+SAMPLE = Signature(
+    "sample",
+    logits="F: S V",
+    temperature="float32: S",
+    top_k="int32: S",
+    top_p="float32: S",
+    min_p="float32: S",
+    seed="int64: S",
+    position="int64: S",
+    sample_index="int32: S",
+)

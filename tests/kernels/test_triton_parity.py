@@ -1,0 +1,250 @@
+"""Triton kernels against the reference, interpreted on the CPU.
+
+Triton reads TRITON_INTERPRET when it decorates a kernel, so these tests need a process
+of their own: tests/kernels/test_triton_runs.py starts it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from kernels.inputs import (
+    CASES,
+    NAN,
+    Case,
+    Maker,
+    Row,
+    attention_args,
+    norm_args,
+    sampling_batch,
+)
+from kernels.reference.ops import ReferenceOps
+from kernels.reference.philox import uniform
+from kernels.shapes import ShapeError
+from kernels.tolerances import assert_within_budget
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; run by test_triton_runs.py", allow_module_level=True)
+
+from kernels.cuda.configs import AttentionConfig
+from kernels.cuda.ops import CudaOps
+from kernels.cuda.paged_decode import paged_decode
+from kernels.cuda.paged_prefill import paged_prefill
+from kernels.cuda.sample import philox_uniform
+
+pytestmark = pytest.mark.interpreter
+
+DTYPES = [torch.float32, torch.float16]  # the interpreter keeps bfloat16 as integers
+TRITON_OPS = {"rms_norm", "add_rms_norm", "silu_mul", "rope_and_cache", "attention"}
+
+
+def attention_case(
+    label: str,
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+) -> Case:
+    make = partial(
+        attention_args,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    return Case("attention", label, make)
+
+
+EDGE_CASES = [
+    # More query heads per KV head than a tile has rows.
+    attention_case("group-70", [1, 1, 3], [5, 40, 20], 70, 1, 32),
+    attention_case("group-130-long", [1, 5], [9, 33], 130, 1, 16),
+    attention_case("head-dim-256", [1, 9], [33, 20], 4, 2, 256),
+    # Few rows per sequence: the short prefill config.
+    attention_case("short-prefill", [2, 3, 10], [2, 67, 10], 6, 2, 64),
+    # Chunks that end exactly on, one before and one after a tile of keys.
+    attention_case("tile-edges", [64, 63, 65, 1], [64, 128, 129, 64], 1, 1, 16),
+    attention_case("context-edges", [20, 20, 20], [84, 83, 85], 4, 1, 32),
+    attention_case("block-128", [1, 1, 30], [127, 129, 130], 4, 2, 64, 128),
+]
+
+
+def test_a_misshapen_argument_is_named() -> None:
+    ops = CudaOps(num_sms=1)
+    x = torch.zeros(2, 64)
+    with pytest.raises(ShapeError, match=r"rms_norm: weight .* want F \[H\]"):
+        ops.rms_norm(x, torch.zeros(32), 1e-5)
+    args = attention_args(Maker(torch.float32), [1, 2], [4, 2], 2, 1, 16)
+    args["k_cache"] = args["k_cache"].half()
+    with pytest.raises(ShapeError, match="attention: k_cache"):
+        ops.attention(**args)
+
+
+def assert_parity(case: Case, ops: CudaOps, dtype: torch.dtype) -> None:
+    actual = case.run(ops, dtype)
+    reference = case.run(ReferenceOps(), dtype)
+    exact = case.run(ReferenceOps(torch.float64), dtype, widen=True)
+    assert actual.keys() == reference.keys()
+    for name, value in actual.items():
+        assert_within_budget(value, exact[name], reference[name], f"{case} {name}")
+
+
+def _affordable() -> list[tuple[Case, torch.dtype]]:
+    """The shared cases; the long ones only in float16, whose tiles are larger and so fewer.
+    test_split_caches_match_the_reference has long contexts in float32."""
+    pairs = [(case, dtype) for case in CASES if case.op in TRITON_OPS for dtype in DTYPES]
+    return [(case, dtype) for case, dtype in pairs if dtype != torch.float32 or not _long(case)]
+
+
+def _long(case: Case) -> bool:
+    return case.label.startswith(("decode-long", "chunk-9:3", "chunk-34:2"))
+
+
+@pytest.mark.parametrize(("case", "dtype"), _affordable(), ids=str)
+def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
+    # One multiprocessor is full at once: no sequence is split.
+    assert_parity(case, CudaOps(num_sms=1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", EDGE_CASES, ids=str)
+def test_edges_match_the_reference(case: Case, dtype: torch.dtype) -> None:
+    assert_parity(case, CudaOps(num_sms=1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # The long sequence asks for splits; the short ones leave most of theirs empty.
+        attention_case("lengths", [1, 1, 1, 1], [700, 1, 64, 65], 9, 3, 64),
+        attention_case("one-long", [1], [1100], 8, 1, 128),
+        attention_case("mixed", [1, 1, 20], [513, 15, 300], 5, 1, 80),
+        attention_case("groups-over-a-tile", [1], [600], 70, 1, 16),
+    ],
+    ids=str,
+)
+def test_split_caches_match_the_reference(case: Case, dtype: torch.dtype) -> None:
+    assert_parity(case, CudaOps(num_sms=64), dtype)
+
+
+@pytest.mark.parametrize("splits_for", [1, 64], ids=["whole", "split"])
+def test_padding_of_a_captured_graph_becomes_zero(splits_for: int) -> None:
+    """A decode row without a sequence (length 0), and tokens after the last sequence."""
+    args = attention_args(Maker(torch.float32), [1, 1, 1], [300, 5, 17], 4, 2, 64)
+    batch = args["batch"]
+    lens = torch.tensor([300, 0, 17], dtype=torch.int32)
+    batch = replace(batch, seq_lens=lens, seq_lens_host=lens)
+    q = torch.cat([args["q"], torch.full((2, 4, 64), NAN)])
+    caches = args["k_cache"], args["v_cache"]
+    out = CudaOps(num_sms=splits_for).attention(q, *caches, batch, args["scale"])
+    expected = ReferenceOps().attention(q, *caches, batch, args["scale"])
+    assert out[1].eq(0).all()
+    assert out[3:].eq(0).all()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_writes_only_its_own_rows() -> None:
+    """Each attention kernel leaves the other's rows, and everything around them, alone."""
+    args = attention_args(Maker(torch.float32), [1, 1, 5, 9], [20, 1, 40, 9], 6, 2, 32)
+    common = args["q"], args["k_cache"], args["v_cache"], args["batch"], args["scale"]
+    out = torch.full((16 + 4, 6, 32), NAN)
+    paged_decode(*common, out[2:-2], num_sms=1)
+    assert out[:2].isnan().all()
+    assert out[2:4].isfinite().all()
+    assert out[4:].isnan().all()
+    out.fill_(NAN)
+    paged_prefill(*common, out[2:-2])
+    assert out[:4].isnan().all()
+    assert out[4:-2].isfinite().all()
+    assert out[-2:].isnan().all()
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("block_kv", [16, 128])
+def test_tile_sizes_do_not_change_the_result(block_m: int, block_kv: int) -> None:
+    args = attention_args(Maker(torch.float32), [1, 21, 40], [50, 21, 70], 9, 3, 32)
+    common = args["q"], args["k_cache"], args["v_cache"], args["batch"], args["scale"]
+    out = torch.full(args["q"].shape, NAN)
+    config = AttentionConfig(block_m, block_kv, num_warps=4, num_stages=1)
+    paged_decode(*common, out, num_sms=1, config=config)
+    paged_prefill(*common, out, config=config)
+    expected = ReferenceOps().attention(*common)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_strided_rows() -> None:
+    """Norm and activation of a view into wider rows, as a fused product gives."""
+    maker = Maker(torch.float32)
+    wide = maker.normal(5, 200)
+    weight = maker.normal(60)
+    ops, reference = CudaOps(num_sms=1), ReferenceOps()
+    x = wide[:, 10:70]
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x))
+
+
+def test_no_tokens() -> None:
+    ops = CudaOps(num_sms=1)
+    args = norm_args(Maker(torch.float32), 1, 64)
+    empty = args["x"][:0]
+    assert ops.rms_norm(empty, args["weight"], 1e-5).shape == (0, 64)
+    assert ops.add_rms_norm(empty, empty.clone(), args["weight"], 1e-5).shape == (0, 64)
+    assert ops.silu_mul(empty).shape == (0, 32)
+    none = torch.empty(0, dtype=torch.int64)
+    assert philox_uniform(none, none, none.int()).shape == (0,)
+
+
+def test_philox_matches_the_reference_bit_for_bit() -> None:
+    seeds = [0, 1, 42, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), -1]
+    seed = torch.tensor(seeds).repeat_interleave(9)
+    position = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 7, 8, 9, 10]).repeat(8)
+    sample_index = torch.arange(72, dtype=torch.int32) % 5
+    u = philox_uniform(seed, position, sample_index)
+    assert torch.equal(u, uniform(seed, position, sample_index))
+    assert u.ge(0).all()
+    assert u.lt(1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sample_matches_the_reference(dtype: torch.dtype) -> None:
+    rows = [
+        Row(temperature=0.0),
+        Row(seed=1),
+        Row(temperature=0.7, top_k=5, seed=2, position=3),
+        Row(temperature=1.3, top_p=0.8, seed=3, position=4, sample_index=1),
+        Row(temperature=0.9, min_p=0.05, seed=2**64 - 1, position=5),
+        Row(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=6, position=2**33),
+    ] * 8
+    rows = [replace(row, position=row.position + i) for i, row in enumerate(rows)]
+    logits = Maker(dtype).normal(len(rows), 300) * 3
+    logits[1, 7] = NAN
+    logits[2, 9] = float("inf")
+    logits[3, :200] = float("-inf")
+    for chosen in (rows, [replace(r, top_k=0, top_p=1.0, min_p=0.0) for r in rows]):
+        batch = sampling_batch(chosen)
+        ids = CudaOps(num_sms=1).sample(logits, batch)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, ReferenceOps().sample(logits, batch))
+
+
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, NAN], [NAN, NAN, -1.0, -1.0]])
+    batch = sampling_batch([Row(temperature=0.0)] * 2)
+    assert CudaOps(num_sms=1).sample(logits, batch).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("head_dim", [257, 512])
+def test_a_head_too_large_is_refused_by_number(head_dim: int) -> None:
+    args = attention_args(Maker(torch.float32), [1, 2], [4, 2], 2, 1, head_dim)
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
+        CudaOps(num_sms=1).attention(**args)

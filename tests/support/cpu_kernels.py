@@ -1,0 +1,37 @@
+"""The CPU backends that this machine has, as tests name them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.cpu.build import build, variants
+from kernels.cpu.library import Library, supported_variants
+from kernels.cpu.ops import CpuOps, TorchCpuOps
+from kernels.reference.ops import ReferenceOps
+
+if TYPE_CHECKING:
+    from kernels.ops import Ops
+
+# torch's word for the CPU: collecting tests should not have to build anything.
+_LEVEL = {"AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), 0)
+VARIANTS = tuple(variant.name for variant in variants() if variant.level <= _LEVEL)
+"""The C++ libraries that this CPU runs; test_cpu.py checks this list."""
+BACKENDS = ("torch", *VARIANTS)
+REFERENCE = ReferenceOps()
+
+
+@cache
+def cpu_ops(name: str) -> Ops:
+    """name is one of BACKENDS. Builds the libraries if they are missing or stale."""
+    if name == "torch":
+        return TorchCpuOps()
+    build()
+    (variant,) = (variant for variant in supported_variants() if variant.name == name)
+    return CpuOps(Library(variant))
+
+
+def best_cpu_ops() -> Ops:
+    return cpu_ops(VARIANTS[-1])
