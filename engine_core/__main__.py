@@ -1,0 +1,157 @@
+"""python -m engine_core: configuration, address, model, then the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from engine_core.proc import EngineProcess, serve
+from engine_core.progress import report_progress
+from pagewire.config import EngineConfig
+from pagewire.errors import ConfigError, ModelLoadError
+from pagewire.model_source import resolve_model
+from pagewire.obs.logging import setup_logging
+from pagewire.obs.ready import COMMANDS, MODEL, write_ready_file
+from pagewire.settings import load_config
+from pagewire.wire.messages import PROTOCOL_VERSION, Ready
+from pagewire.wire.sockets import BindError, bind_commands, bound_endpoint, close_bound
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from engine_core.core import EngineCore
+    from engine_core.engine_builder import BuiltEngine
+
+_log = logging.getLogger(__name__)
+
+
+class _Interrupted(BaseException):
+    """SIGTERM or SIGINT before there was anything to stop."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The engine's exit status: 0 stopped by a signal, 1 crashed, 2 wrong
+    configuration, 3 the model cannot be loaded."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    _spin_briefly()
+    try:
+        config = load_config(EngineConfig, argv)
+        setup_logging("engine", config.log_level, config.log_format)
+        return _run(config)
+    except _Interrupted:
+        return 0
+    except ConfigError as error:
+        return _fail(error, 2)
+    except ModelLoadError as error:
+        return _fail(error, 3)
+    except BindError as error:
+        return _fail(error, 1)
+
+
+def _spin_briefly() -> None:
+    """Keeps OpenMP threads from spinning away the cores that other rooms need.
+
+    libgomp reads it when torch is loaded, so this comes first.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise _Interrupted
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"engine_core: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+    return status
+
+
+def _run(config: EngineConfig) -> int:
+    context: zmq.Context[Any] = zmq.Context()
+    router = None
+    try:
+        # Before the model: a taken address shows at once, and a Hello that comes
+        # while the model loads waits in the socket.
+        router = bind_commands(context, config.engine_bind)
+        endpoint = bound_endpoint(router)
+        _log.info("commands on %s", endpoint)
+        built = _build(config)
+        epoch = secrets.randbits(64)
+        process = EngineProcess(
+            _make_core(built, config, epoch),
+            _ready(built, epoch),
+            context,
+            router,
+            frontend_timeout=config.frontend_timeout,
+        )
+
+        def announce() -> None:
+            facts: dict[str, object] = {COMMANDS: endpoint, MODEL: built.model_name}
+            write_ready_file(config.ready_file, facts)
+
+        status = serve(process, announce)
+        context.term()
+        return status
+    finally:
+        if router is not None and not router.closed:
+            close_bound(router)
+        context.destroy(linger=0)
+
+
+def _build(config: EngineConfig) -> BuiltEngine:
+    resolve_model(config.model, config.served_model_name)  # fails in no time, torch takes seconds
+    from engine_core.engine_builder import build_engine
+
+    with report_progress(config.model) as progress:
+        return build_engine(config, progress)
+
+
+def _make_core(built: BuiltEngine, config: EngineConfig, epoch: int) -> EngineCore:
+    from engine_core.core import EngineCore
+    from engine_core.kv.manager import KVManager
+    from engine_core.sched.limits import SchedulerLimits
+    from engine_core.sched.scheduler import Scheduler
+
+    try:
+        limits = SchedulerLimits(
+            max_num_seqs=built.max_num_seqs,
+            max_num_batched_tokens=built.max_num_batched_tokens,
+            max_model_len=built.max_model_len,
+            vocab_size=built.vocab_size,
+            eos_token_ids=built.eos_token_ids,
+        )
+        kv_manager = KVManager(built.num_blocks, built.block_size, config.enable_prefix_caching)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return EngineCore(Scheduler(limits, kv_manager), built.runner, epoch=epoch)
+
+
+def _ready(built: BuiltEngine, epoch: int) -> Ready:
+    return Ready(
+        protocol=PROTOCOL_VERSION,
+        epoch=epoch,
+        model_name=built.model_name,
+        architecture=built.architecture,
+        max_model_len=built.max_model_len,
+        vocab_size=built.vocab_size,
+        eos_token_ids=built.eos_token_ids,
+        dtype=built.dtype,
+        device=built.device,
+        num_blocks=built.num_blocks - 1,  # the null block is nobody's business outside
+        block_size=built.block_size,
+        max_num_seqs=built.max_num_seqs,
+        max_num_batched_tokens=built.max_num_batched_tokens,
+        pid=os.getpid(),
+        default_sampling=built.default_sampling,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

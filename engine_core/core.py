@@ -1,0 +1,274 @@
+"""The engine's loop body: decide, compute, tell the frontends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine_core.request import Request, Status
+from engine_core.sched.intake import Refused, read_add
+from engine_core.sched.queue import RequestHeap
+from pagewire.types import FinishReason
+from pagewire.wire.codec import pack_counts, pack_ids, pack_request_ids
+from pagewire.wire.messages import Finished, Started, StepOutput, StepStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine_core.runner.base import Runner
+    from engine_core.sched.scheduler import Scheduler, StepOutcome
+    from pagewire.wire.messages import Add
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What one frontend is to be told with the next output."""
+
+    request_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """One for each of request_ids."""
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    unknown_aborts: list[int] = field(default_factory=list)
+    abort_to_free_s: list[float] = field(default_factory=list)
+
+
+class EngineCore:
+    """Requests of all frontends over one scheduler and one runner.
+
+    Single-threaded: every method is called from the one thread that computes.
+    A request is known by its frontend and the id that frontend gave it. Each
+    Add is answered by exactly one Finished, whatever happens to it, unless its
+    frontend is dropped.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """epoch: random 64 bit, one per engine process life. clock: seconds, monotonic."""
+        self.epoch = epoch
+        self.step_id = 0
+        """Steps finished; stands still while one runs."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._requests: dict[int, dict[int, Request]] = {}
+        """frontend id -> request id -> unfinished request."""
+        self._deadlines = RequestHeap()
+        self._outboxes: dict[int, _Outbox] = {}
+        self._last_step_s = 0.0
+        self._last_num_batched = 0
+
+    def add(self, frontend_id: int, add: Add, received_at: float) -> None:
+        """Queues a request, or refuses it with an ERROR finish; never raises.
+
+        An id that is in use here would be answered twice, and its frontend
+        could not tell which of the two was meant. So one ERROR finish ends
+        both. An Add for another epoch says nothing about a request of this one
+        and leaves it alone.
+        """
+        rival = self._requests.get(frontend_id, {}).get(add.request_id)
+        if add.epoch != self.epoch:
+            if rival is None:
+                self._refuse(
+                    frontend_id,
+                    add.request_id,
+                    f"meant for engine epoch {add.epoch}, this is {self.epoch}",
+                )
+            return
+        if rival is not None:
+            self._end(rival, Status.FAILED, "request_id is in use, both requests were ended")
+            return
+        try:
+            request = read_add(
+                frontend_id,
+                add,
+                received_at,
+                limits=self._scheduler.limits,
+                kv_manager=self._scheduler.kv_manager,
+            )
+        except Refused as refusal:
+            self._refuse(frontend_id, add.request_id, str(refusal))
+            return
+        self._scheduler.add(request)
+        self._requests.setdefault(frontend_id, {})[request.request_id] = request
+        if request.deadline_at is not None:
+            self._deadlines.push(request, (request.deadline_at, request.arrival_index))
+
+    def abort(self, frontend_id: int, request_ids: Sequence[int], received_at: float) -> None:
+        """Ends requests at once with an ABORT finish each; their blocks are free
+        on return. Ids that are not (or no longer) known go to unknown_aborts."""
+        mine = self._requests.get(frontend_id, {})
+        outbox = self._outbox(frontend_id)
+        for request_id in request_ids:
+            request = mine.get(request_id)
+            if request is None:
+                outbox.unknown_aborts.append(request_id)
+                continue
+            self._end(request, Status.ABORTED)
+            outbox.abort_to_free_s.append(self._clock() - received_at)
+
+    def drop_frontend(self, frontend_id: int) -> None:
+        """Ends all requests of a frontend that is gone, and tells nobody."""
+        for request in list(self._requests.get(frontend_id, {}).values()):
+            self._end(request, Status.ABORTED)
+        self._outboxes.pop(frontend_id, None)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all cached prefixes; returns how many blocks could have been hit."""
+        return self._scheduler.kv_manager.reset_prefix_cache()
+
+    def has_work(self) -> bool:
+        """Whether step() has something to compute or to tell."""
+        return bool(self._requests or self._outboxes)
+
+    def step(self, poll: Callable[[], None]) -> dict[int, StepOutput]:
+        """One turn: at most one launch, then one output per frontend concerned.
+
+        poll: takes in commands that have come, by calling add() and abort(). It
+        is called once, after the launch, so an abort ends its request with this
+        very step. Raises what the runner raises; the core is of no use then.
+        """
+        began_at = self._clock()
+        self._expire_deadlines(began_at)
+        plan = self._scheduler.schedule(began_at)
+        self._last_num_batched = self._scheduler.num_batched_tokens
+        if plan.seqs:
+            pending = self._runner.launch(plan)
+            poll()
+            result = pending.result()
+            self._deliver(self._scheduler.update(plan, result, self._clock()))
+        else:
+            poll()
+        self._last_step_s = self._clock() - began_at
+        self.step_id = plan.step
+        if not self._requests:
+            self._scheduler.kv_manager.check_all_free()
+        return self._flush()
+
+    def stats(self) -> StepStats:
+        """The state after the last step, without abort_to_free_s, which rides on
+        the output that answers the aborts."""
+        scheduler = self._scheduler
+        kv_manager = scheduler.kv_manager
+        return StepStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=kv_manager.num_usable_blocks,
+            num_free_blocks=kv_manager.num_free_blocks,
+            num_batched_tokens=self._last_num_batched,
+            step_s=self._last_step_s,
+            total_prompt_tokens=scheduler.total_prompt_tokens,
+            total_output_tokens=scheduler.total_output_tokens,
+            total_preemptions=scheduler.total_preemptions,
+            prefix_cache_queries=kv_manager.num_queried_tokens,
+            prefix_cache_hits=kv_manager.num_hit_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Compares all bookkeeping with itself. O(blocks + requests). Raises
+        IntegrityError or AssertionError with the figures."""
+        self._scheduler.check_integrity()
+        num_here = sum(len(requests) for requests in self._requests.values())
+        num_there = len(self._scheduler.running) + len(self._scheduler.waiting)
+        assert num_here == num_there, (num_here, num_there)
+
+    def _expire_deadlines(self, now: float) -> None:
+        """Ends what nobody waits for any more, in the queue or running."""
+        while self._deadlines and self._deadlines.peek_key()[0] <= now:
+            self._end(self._deadlines.peek(), Status.ABORTED)
+
+    def _end(self, request: Request, status: Status, error: str = "") -> None:
+        """Ends a request from outside of a step."""
+        self._scheduler.finish(request, status)
+        self._report_finished(request, self._clock(), error)
+
+    def _refuse(self, frontend_id: int, request_id: int, error: str) -> None:
+        refusal = Finished(request_id=request_id, reason=int(FinishReason.ERROR), error=error)
+        self._outbox(frontend_id).finished.append(refusal)
+
+    def _report_finished(self, request: Request, now: float, error: str = "") -> None:
+        """The request's one terminal outcome; forgets the request."""
+        mine = self._requests[request.frontend_id]
+        del mine[request.request_id]
+        if not mine:
+            del self._requests[request.frontend_id]
+        if request.deadline_at is not None:
+            self._deadlines.remove(request)
+        reason = request.finish_reason
+        assert reason is not None, request
+        timings = request.timings(now)
+        self._outbox(request.frontend_id).finished.append(
+            Finished(
+                request_id=request.request_id,
+                reason=int(reason),
+                stop_token_id=request.finish_token_id,
+                num_cached_tokens=request.num_cached_tokens,
+                queue_s=timings.queue,
+                prefill_s=timings.prefill,
+                decode_s=timings.decode,
+                num_preemptions=request.num_preemptions,
+                error=error,
+            )
+        )
+
+    def _deliver(self, outcome: StepOutcome) -> None:
+        """Sorts a step's outcome by frontend."""
+        for request in outcome.started:
+            assert request.first_scheduled_at is not None
+            self._outbox(request.frontend_id).started.append(
+                Started(
+                    request_id=request.request_id,
+                    num_cached_tokens=request.num_cached_tokens,
+                    queue_s=request.first_scheduled_at - request.arrived_at,
+                )
+            )
+        for request, token_id in zip(outcome.sampled, outcome.token_ids, strict=True):
+            outbox = self._outbox(request.frontend_id)
+            outbox.request_ids.append(request.request_id)
+            outbox.token_ids.append(token_id)
+        for request in outcome.finished:
+            assert request.last_token_at is not None
+            self._report_finished(request, request.last_token_at)
+
+    def _outbox(self, frontend_id: int) -> _Outbox:
+        outbox = self._outboxes.get(frontend_id)
+        if outbox is None:
+            outbox = self._outboxes[frontend_id] = _Outbox()
+        return outbox
+
+    def _flush(self) -> dict[int, StepOutput]:
+        """Empties all outboxes into one columnar output each."""
+        stats = self.stats()
+        outputs = {
+            frontend_id: self._output(outbox, stats)
+            for frontend_id, outbox in self._outboxes.items()
+        }
+        self._outboxes.clear()
+        return outputs
+
+    def _output(self, outbox: _Outbox, stats: StepStats) -> StepOutput:
+        # Each abort's time goes to the frontend that sent it, so that their sum
+        # over all frontends counts it once.
+        if outbox.abort_to_free_s:
+            stats = msgspec.structs.replace(stats, abort_to_free_s=tuple(outbox.abort_to_free_s))
+        return StepOutput(
+            epoch=self.epoch,
+            step=self.step_id,
+            sent_ns=int(self._clock() * 1e9),
+            request_ids=pack_request_ids(outbox.request_ids),
+            counts=pack_counts([1] * len(outbox.request_ids)),
+            token_ids=pack_ids(outbox.token_ids),
+            started=tuple(outbox.started),
+            finished=tuple(outbox.finished),
+            unknown_aborts=tuple(outbox.unknown_aborts),
+            stats=stats,
+        )

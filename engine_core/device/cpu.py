@@ -1,0 +1,114 @@
+"""The host's own processor."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine_core.device.memory import MemoryBudget, available_memory, parse_memory_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine_core.model.config import CheckpointDtype
+
+_DEFAULT_SHARE = 8
+_DEFAULT_MOST = 4 << 30
+# x86 and Arm names of instructions that multiply bfloat16.
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+class CpuDevice:
+    """kv_cache_memory as EngineConfig has it; num_threads None takes all allowed cores."""
+
+    def __init__(self, kv_cache_memory: str | None, num_threads: int | None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.name = "cpu"
+        self.default_kernels = "cpu"
+        self.default_max_num_batched_tokens = 512
+        self.is_synchronous = True
+        self.num_staging_sets = 1
+        if kv_cache_memory is None:
+            share = min(available_memory() // _DEFAULT_SHARE, _DEFAULT_MOST)
+            self._budget = MemoryBudget(share, "--kv-cache-memory (default: an eighth of the free)")
+        else:
+            size = parse_memory_size(kv_cache_memory, "--kv-cache-memory")
+            self._budget = MemoryBudget(size, f"--kv-cache-memory {kv_cache_memory}")
+        torch.set_num_threads(num_threads or allowed_cores())
+
+    def resolve_dtype(self, requested: str, stored: CheckpointDtype) -> torch.dtype:
+        if requested == "auto":
+            return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+        dtype = getattr(torch, requested)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def fixed_kv_budget(self) -> MemoryBudget:
+        return self._budget
+
+    def profiled_kv_budget(self, largest_step: Callable[[], None]) -> MemoryBudget:
+        return self._budget
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        # numpy's zeros come from calloc, whose pages the kernel supplies on first use;
+        # torch.zeros writes them all.
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(*shape)
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def stage(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def fence(self) -> _Passed:
+        return _PASSED
+
+    def fetch(self, values: torch.Tensor) -> _Fetched:
+        return _Fetched(values)
+
+
+class _Passed:
+    def wait(self) -> None:
+        pass
+
+
+_PASSED = _Passed()
+
+
+class _Fetched:
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def wait(self) -> torch.Tensor:
+        return self._values
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has instructions for it; emulated, bfloat16 is slower than float32."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = {
+        flag
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for flag in line.partition(":")[2].split()
+    }
+    return bool(flags & _BFLOAT16_FLAGS)
+
+
+def allowed_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores of the affinity mask, or fewer where a cgroup quota allows less time."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_max.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores

@@ -1,0 +1,112 @@
+"""One CUDA device. Besides kernels/cuda, the only place that touches torch.cuda."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.device.memory import MemoryBudget, parse_memory_size
+from pagewire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine_core.model.config import CheckpointDtype
+
+_GIB = 1 << 30
+
+
+def cuda_is_available() -> bool:
+    return torch.cuda.is_available()
+
+
+class CudaDevice:
+    """The current CUDA device. Raises ConfigError where there is none."""
+
+    def __init__(self, kv_cache_memory: str | None, memory_utilization: float) -> None:
+        if not cuda_is_available():
+            raise ConfigError("--device cuda: torch finds no CUDA device")
+        index = torch.cuda.current_device()
+        self.torch_device = torch.device("cuda", index)
+        self.name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+        self.default_kernels = "cuda"
+        self.default_max_num_batched_tokens = 2048
+        self.is_synchronous = False
+        self.num_staging_sets = 2
+        self._utilization = memory_utilization
+        self._fixed: MemoryBudget | None = None
+        if kv_cache_memory is not None:
+            size = parse_memory_size(kv_cache_memory, "--kv-cache-memory")
+            self._fixed = MemoryBudget(size, f"--kv-cache-memory {kv_cache_memory}")
+
+    def resolve_dtype(self, requested: str, stored: CheckpointDtype) -> torch.dtype:
+        name = requested
+        if requested == "auto":
+            name = "bfloat16" if stored == "quantized" else stored
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ConfigError(
+                f"--dtype {requested}: {self.name} does not multiply bfloat16; use --dtype float16"
+            )
+        return dtype
+
+    def fixed_kv_budget(self) -> MemoryBudget | None:
+        return self._fixed
+
+    def profiled_kv_budget(self, largest_step: Callable[[], None]) -> MemoryBudget:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        largest_step()
+        torch.cuda.synchronize(self.torch_device)
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        weights = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        # The context, libraries and other processes: in use, but not by torch's allocator.
+        outside = total - free - torch.cuda.memory_reserved(self.torch_device)
+        left = int(total * self._utilization) - peak - outside
+        origin = f"--gpu-memory-utilization {self._utilization}"
+        if left <= 0:
+            raise ConfigError(
+                f"{origin} of {total / _GIB:.2f} GiB leaves nothing for the KV cache: weights take "
+                f"{weights / _GIB:.2f} GiB, the largest step {(peak - weights) / _GIB:.2f} GiB, "
+                f"everything else on the device {outside / _GIB:.2f} GiB"
+            )
+        return MemoryBudget(left, origin)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def stage(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.torch_device, non_blocking=True)
+
+    def fence(self) -> _CudaFence:
+        return _CudaFence()
+
+    def fetch(self, values: torch.Tensor) -> _CudaFetch:
+        return _CudaFetch(values)
+
+
+class _CudaFence:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _CudaFetch:
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        self._event.synchronize()
+        return self._host

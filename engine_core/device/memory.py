@@ -1,0 +1,153 @@
+"""How much memory there is, and how many KV blocks and tokens it makes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagewire.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_core.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_LEAST_MODEL_LEN = 2
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_memory_size(text: str, flag: str) -> int:
+    """512MiB, 4 GiB, 1.5gb or plain bytes, as bytes > 0. Raises ConfigError naming the flag."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{flag} {text!r}: expected a size such as 512MiB, 4GiB or plain bytes")
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise ConfigError(f"{flag} {text!r}: must be above 0")
+    return size
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may still take: of the machine, and of its cgroup where one is set.
+
+    root stands for / in tests.
+    """
+    available = _meminfo_available(root)
+    for group in (_cgroup_v2_left(root), _cgroup_v1_left(root)):
+        if group is not None:
+            available = min(available, group)
+    return max(available, 0)
+
+
+def _meminfo_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo has no MemAvailable; set --kv-cache-memory")
+
+
+def _cgroup_v2_left(root: Path) -> int | None:
+    return _left(root / "sys/fs/cgroup/memory.max", root / "sys/fs/cgroup/memory.current")
+
+
+def _cgroup_v1_left(root: Path) -> int | None:
+    folder = root / "sys/fs/cgroup/memory"
+    return _left(folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes")
+
+
+def _left(limit: Path, used: Path) -> int | None:
+    try:
+        text = limit.read_text().strip()
+        return None if text == "max" else int(text) - int(used.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes for the KV cache, and what set them, as a message spells it."""
+
+    num_bytes: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    num_blocks: int
+    """The null block among them."""
+    max_model_len: int
+
+
+def block_num_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of one block, in all layers."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return per_token * block_size
+
+
+def resolve_max_model_len(requested: int | None, config: ModelConfig) -> int:
+    """Raises ConfigError with both figures where more is asked than the model can,
+    or too little to serve anything."""
+    if requested is not None and requested > config.max_positions:
+        raise ConfigError(
+            f"--max-model-len {requested} is above the model's own context of "
+            f"{config.max_positions}"
+        )
+    max_model_len = requested or config.max_positions
+    if max_model_len < _LEAST_MODEL_LEN:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: a prompt token and an output token are the least"
+        )
+    return max_model_len
+
+
+def plan_kv_cache(
+    budget: MemoryBudget,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int,
+    max_model_len_is_given: bool,
+) -> KVPlan:
+    """As many blocks as the budget holds.
+
+    One sequence of max_model_len must fit. Where the operator asked for that
+    length, ConfigError says by how much it does not; else the length is
+    lowered to what fits, with a line in the log.
+    """
+    usable = budget.num_bytes // block_bytes - 1
+    if usable < 1:
+        raise ConfigError(
+            f"{budget.origin} gives the KV cache {budget.num_bytes / _MIB:.1f} MiB, but a block of "
+            f"{block_size} tokens takes {block_bytes / _MIB:.3f} MiB and two are the least"
+        )
+    if usable * block_size >= max_model_len:
+        return KVPlan(usable + 1, max_model_len)
+    needed = (-(-max_model_len // block_size) + 1) * block_bytes
+    shortage = (
+        f"{budget.origin} gives the KV cache {budget.num_bytes / _MIB:.1f} MiB = "
+        f"{usable * block_size} tokens; one sequence of {max_model_len} tokens takes "
+        f"{needed / _MIB:.1f} MiB"
+    )
+    if max_model_len_is_given:
+        raise ConfigError(f"{shortage}: raise it or lower --max-model-len")
+    logger.warning("%s: max_model_len is lowered to %d", shortage, usable * block_size)
+    return KVPlan(usable + 1, usable * block_size)

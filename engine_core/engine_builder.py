@@ -1,0 +1,168 @@
+"""From a configuration to a runner that is ready to serve."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_core.device.memory import block_num_bytes, plan_kv_cache, resolve_max_model_len
+from engine_core.device.select import select_device
+from engine_core.model.config import check_window
+from engine_core.model.loader import load_model, open_model
+from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.runner.profile import run_dummy_step
+from kernels.registry import UnsupportedOps, load_ops
+from pagewire.errors import ConfigError
+from pagewire.model_source import resolve_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_core.device.base import Device
+    from engine_core.device.memory import KVPlan, MemoryBudget
+    from engine_core.model.decoder import DecoderModel
+    from engine_core.model.loader import OpenedModel
+    from kernels.ops import Ops
+    from pagewire.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[str, int, int], None]
+"""stage, done bytes, total bytes. The stages: weights, warm-up (0 then 1 of 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The runner, and what the scheduler and Ready need to know of it."""
+
+    runner: ModelRunner
+    model_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    num_blocks: int
+    """The null block among them."""
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    default_sampling: dict[str, float]
+
+
+def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngine:
+    """Checks everything that can be checked, then loads the weights.
+
+    Raises ModelLoadError naming the file, ConfigError naming the flag.
+    """
+    started = time.monotonic()
+    device = select_device(config)
+    opened = open_model(resolve_model(config.model, config.served_model_name))
+    max_model_len = resolve_max_model_len(config.max_model_len, opened.config)
+    check_window(opened.config, max_model_len, str(opened.source.path))
+    dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
+    ops = _load_ops(config, device)
+    max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
+    planner = _KVPlanner(config, opened, device, dtype, max_model_len)
+    kv_plan = planner.plan_before_load()
+    model = load_model(
+        opened,
+        ops,
+        device.torch_device,
+        dtype,
+        kv_plan.max_model_len if kv_plan else max_model_len,
+        lambda done, total: progress("weights", done, total),
+    )
+    if kv_plan is None:
+        kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens)
+    runner = ModelRunner(
+        model,
+        ops,
+        device,
+        allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, dtype),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=kv_plan.max_model_len,
+    )
+    progress("warm-up", 0, 1)
+    runner.warm_up()
+    progress("warm-up", 1, 1)
+    dtype_name = str(dtype).removeprefix("torch.")
+    logger.info(
+        "%s ready in %.1f s: %s, %s on %s, %s kernels, %d KV blocks of %d tokens, context %d",
+        opened.source.name,
+        time.monotonic() - started,
+        opened.config.architecture,
+        dtype_name,
+        device.name,
+        ops.name,
+        kv_plan.num_blocks,
+        config.block_size,
+        kv_plan.max_model_len,
+    )
+    return BuiltEngine(
+        runner=runner,
+        model_name=opened.source.name,
+        architecture=opened.config.architecture,
+        max_model_len=kv_plan.max_model_len,
+        vocab_size=opened.config.vocab_size,
+        eos_token_ids=opened.config.eos_token_ids,
+        dtype=dtype_name,
+        device=device.name,
+        num_blocks=kv_plan.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        default_sampling=opened.config.default_sampling,
+    )
+
+
+def _load_ops(config: EngineConfig, device: Device) -> Ops:
+    name = device.default_kernels if config.kernels == "auto" else config.kernels
+    try:
+        return load_ops(name)
+    except UnsupportedOps as error:
+        raise ConfigError(f"--kernels {config.kernels}: {error}") from error
+
+
+class _KVPlanner:
+    """Plans before the weights are read where the budget is known by then, to fail early."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        opened: OpenedModel,
+        device: Device,
+        dtype: torch.dtype,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._max_model_len = max_model_len
+        self._block_bytes = block_num_bytes(opened.config, config.block_size, dtype)
+
+    def plan_before_load(self) -> KVPlan | None:
+        budget = self._device.fixed_kv_budget()
+        return None if budget is None else self._plan(budget)
+
+    def plan_after_load(self, model: DecoderModel, ops: Ops, max_num_batched_tokens: int) -> KVPlan:
+        one_block = allocate_kv_caches(model, self._device, 1, self._config.block_size, self._dtype)
+
+        def largest_step() -> None:
+            run_dummy_step(model, ops, one_block, max_num_batched_tokens, self._config.max_num_seqs)
+
+        return self._plan(self._device.profiled_kv_budget(largest_step))
+
+    def _plan(self, budget: MemoryBudget) -> KVPlan:
+        return plan_kv_cache(
+            budget,
+            self._block_bytes,
+            self._config.block_size,
+            self._max_model_len,
+            self._config.max_model_len is not None,
+        )

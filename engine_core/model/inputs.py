@@ -1,0 +1,28 @@
+"""What a forward pass takes besides weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kernels.ops import AttentionBatch
+
+    KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Per layer, keys and values: [N, B, Hk, D] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One step's flat batch on the model's device."""
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    attention: AttentionBatch
+    sampling_tokens: torch.Tensor | None
+    """[S] int64, the tokens whose logits are wanted; None means all T."""

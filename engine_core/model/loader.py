@@ -1,0 +1,90 @@
+"""Opens a model source: first its configuration, then its weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_core.model.checkpoint import Checkpoint, check_shapes
+from engine_core.model.gguf_checkpoint import GgufCheckpoint
+from engine_core.model.gguf_config import read_gguf_config
+from engine_core.model.gguf_file import GgufFile
+from engine_core.model.hf_config import read_hf_config
+from engine_core.model.registry import find_architecture
+from engine_core.model.safetensors_checkpoint import SafetensorsCheckpoint
+from engine_core.model.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from engine_core.model.config import ModelConfig
+    from engine_core.model.decoder import DecoderModel
+    from kernels.ops import Ops
+    from pagewire.model_source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+# Old checkpoints store this table, which follows from the configuration.
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """All of it checked except the values of the weights, none of which is read yet."""
+
+    source: ModelSource
+    config: ModelConfig
+    checkpoint: Checkpoint
+
+
+def open_model(source: ModelSource) -> OpenedModel:
+    """Raises ModelLoadError naming the file, and the key or tensor, that is wrong."""
+    checkpoint: Checkpoint
+    if source.kind == "gguf":
+        file = GgufFile(source.path)
+        config = read_gguf_config(file)
+        checkpoint = GgufCheckpoint(file, config.head_dim)
+    else:
+        config = read_hf_config(source.path)
+        checkpoint = SafetensorsCheckpoint(source.path)
+    architecture = find_architecture(config.architecture, str(source.path))
+    expected = architecture.tensor_shapes(config)
+    check_shapes(checkpoint, expected)
+    _warn_of_unused(checkpoint, config, set(expected))
+    return OpenedModel(source, config, checkpoint)
+
+
+def load_model(
+    opened: OpenedModel,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    progress: Callable[[int, int], None],
+) -> DecoderModel:
+    """Reads the weights; progress(done, total) counts bytes of the checkpoint."""
+    weights = Weights(opened.checkpoint, ops, device, dtype, progress)
+    architecture = find_architecture(opened.config.architecture, str(opened.source.path))
+    return architecture(opened.config, weights, ops, device, max_model_len)
+
+
+def _warn_of_unused(checkpoint: Checkpoint, config: ModelConfig, expected: set[str]) -> None:
+    """A tensor that the model has no place for usually means that the configuration is wrong."""
+    if config.tie_embeddings:
+        expected = expected | {"lm_head.weight"}
+    unused = [
+        name
+        for name in checkpoint.shapes()
+        if name not in expected and not name.endswith(_DERIVED_SUFFIX)
+    ]
+    if unused:
+        logger.warning(
+            "%s: %d tensors are not part of %s and are ignored, the first: %s",
+            checkpoint.file_of(unused[0]),
+            len(unused),
+            config.architecture,
+            ", ".join(unused[:3]),
+        )

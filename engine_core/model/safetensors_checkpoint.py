@@ -1,0 +1,90 @@
+"""model.safetensors, whole or sharded with an index, as a Checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine_core.model.hf_config import read_json
+from pagewire.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class SafetensorsCheckpoint:
+    """Memory-mapped. Raises ModelLoadError naming the file, and the tensor where it is one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fallback = directory / _WHOLE
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        self._num_bytes: dict[str, int] = {}
+        self._open: dict[Path, Any] = {}
+        if self._fallback.is_file():
+            self._add(self._fallback)
+        elif (index := directory / _INDEX).is_file():
+            self._fallback = index
+            self._add_shards(index)
+        else:
+            raise ModelLoadError(
+                f"{directory}: neither {_WHOLE} nor {_INDEX} in it; pickled weights (.bin, .pt) "
+                "are not read"
+            )
+
+    def _add_shards(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelLoadError(f"{index}: weight_map is missing or empty")
+        for shard in sorted({str(shard) for shard in weight_map.values()}):
+            path = index.parent / shard
+            if path.parent != index.parent or not path.is_file():
+                raise ModelLoadError(f"{path}: no such file, but {index.name} names it")
+            self._add(path)
+        for name, shard in weight_map.items():
+            path = index.parent / str(shard)
+            if self._files.get(name) != path:
+                raise ModelLoadError(
+                    f"{path}: tensor {name} is missing, but {index.name} has it here"
+                )
+
+    def _add(self, path: Path) -> None:
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            names = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path}: not a whole safetensors file: {error}") from error
+        self._open[path] = file
+        for name in names:
+            part = file.get_slice(name)
+            dtype = part.get_dtype()
+            if dtype not in _ITEM_BYTES:
+                raise ModelLoadError(
+                    f"{path}: tensor {name} has dtype {dtype}; known: {', '.join(_ITEM_BYTES)}"
+                )
+            if name in self._files:
+                raise ModelLoadError(f"{path}: tensor {name} is in {self._files[name].name} too")
+            shape = tuple(part.get_shape())
+            size = _ITEM_BYTES[dtype]
+            for dim in shape:
+                size *= dim
+            self._shapes[name], self._files[name], self._num_bytes[name] = shape, path, size
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def file_of(self, name: str) -> Path:
+        return self._files.get(name, self._fallback)
+
+    def num_bytes(self, name: str) -> int:
+        return self._num_bytes[name]
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._open[self._files[name]].get_tensor(name))

@@ -1,0 +1,110 @@
+"""Runs plans on the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine_core.runner.batch import BatchBuilder
+from engine_core.runner.profile import run_dummy_step
+from engine_core.runner.rows import Rows
+from engine_core.sched.plan import StepResult
+
+if TYPE_CHECKING:
+    from engine_core.device.base import Device, Fetch
+    from engine_core.model.decoder import DecoderModel
+    from engine_core.model.inputs import KVCaches
+    from engine_core.sched.plan import StepPlan
+    from kernels.ops import Ops
+
+_WARM_UP_TOKENS = 32
+
+
+def allocate_kv_caches(
+    model: DecoderModel, device: Device, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> KVCaches:
+    config = model.config
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    return tuple(
+        (device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(config.num_layers)
+    )
+
+
+class ModelRunner:
+    """A Runner (engine_core/runner/base.py) for one model on one device."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        ops: Ops,
+        device: Device,
+        kv_caches: KVCaches,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._device = device
+        self._kv_caches = kv_caches
+        self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
+        self._builder = BatchBuilder(self._rows, device, max_num_seqs, max_num_batched_tokens)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        # Where ids are fetched late, the next step reads them here.
+        self._last_ids = (
+            None
+            if device.is_synchronous
+            else torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
+        )
+
+    def warm_up(self) -> None:
+        """One step of each kind, so that the first request does not pay for first calls."""
+        for num_seqs in (1, _WARM_UP_TOKENS):
+            num_tokens = min(_WARM_UP_TOKENS, self._max_num_batched_tokens)
+            run_dummy_step(self._model, self._ops, self._kv_caches, num_tokens, num_seqs)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingModelStep:
+        self._rows.apply(plan)
+        if not plan.seqs:
+            return PendingModelStep(self._rows, np.empty(0, np.int64), None)
+        batch = self._builder.build(plan)
+        if batch.late is not None:
+            assert self._last_ids is not None
+            batch.inputs.input_ids[batch.late.tokens] = self._last_ids[batch.late.rows]
+        logits = self._model.forward(batch.inputs, self._kv_caches)
+        if logits is None or batch.sampling is None:
+            return PendingModelStep(self._rows, batch.sampling_rows, None)
+        sampled = self._ops.sample(logits, batch.sampling)
+        if self._last_ids is not None:
+            rows = torch.from_numpy(batch.sampling_rows).to(self._device.torch_device)
+            self._last_ids[rows] = sampled
+        pending = PendingModelStep(self._rows, batch.sampling_rows, self._device.fetch(sampled))
+        if self._device.is_synchronous:
+            pending.result()
+        return pending
+
+
+class PendingModelStep:
+    """Counts the sampled tokens in their rows at once, and fills in the ids when they arrive."""
+
+    def __init__(self, rows: Rows, sampling_rows: np.ndarray, fetch: Fetch | None) -> None:
+        self._rows = rows
+        self._sampling_rows = sampling_rows
+        self._fetch = fetch
+        self._result = None if fetch else StepResult((), ())
+        if fetch is not None:
+            self._tenancy = rows.tenancy[sampling_rows]
+            self._positions = rows.num_tokens[sampling_rows]
+            rows.append_unresolved(sampling_rows)
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            assert self._fetch is not None
+            ids = self._fetch.wait().numpy()
+            self._rows.resolve(self._sampling_rows, self._tenancy, self._positions, ids)
+            self._result = StepResult(tuple(self._sampling_rows.tolist()), tuple(ids.tolist()))
+        return self._result

@@ -1,0 +1,78 @@
+"""A step with no sequences behind it: to warm up, and to measure the largest step's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.model.inputs import ModelInput
+from kernels.ops import AttentionBatch, SamplingBatch
+
+if TYPE_CHECKING:
+    from engine_core.model.decoder import DecoderModel
+    from engine_core.model.inputs import KVCaches
+    from kernels.ops import Ops
+
+
+@torch.inference_mode()
+def run_dummy_step(
+    model: DecoderModel,
+    ops: Ops,
+    kv_caches: KVCaches,
+    num_tokens: int,
+    num_seqs: int,
+) -> None:
+    """Computes num_tokens spread over num_seqs sequences, and samples for each.
+
+    Every block is the null block and nothing is written to the cache, so one
+    block of cache is enough.
+    """
+    device = kv_caches[0][0].device
+    block_size = kv_caches[0][0].shape[1]
+    num_seqs = min(num_seqs, num_tokens)
+    share, longer = divmod(num_tokens, num_seqs)
+    # Decodes come first in a batch, so the longer sequences come last.
+    lens = torch.tensor([share] * (num_seqs - longer) + [share + 1] * longer, dtype=torch.int32)
+    starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
+    starts[1:] = lens.cumsum(0)
+    max_len = int(lens[-1])
+    positions = torch.cat([torch.arange(length) for length in lens.tolist()])
+    attention = AttentionBatch(
+        query_start_loc=starts.to(device),
+        seq_lens=lens.to(device),
+        block_table=torch.zeros(
+            num_seqs, -(-max_len // block_size), dtype=torch.int32, device=device
+        ),
+        num_decodes=num_seqs - longer if share == 1 else 0,
+        max_query_len=max_len,
+        max_seq_len=max_len,
+        query_start_loc_host=starts,
+        seq_lens_host=lens,
+    )
+    inputs = ModelInput(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=positions.to(device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        attention=attention,
+        sampling_tokens=(starts[1:].long() - 1).to(device),
+    )
+    logits = model.forward(inputs, kv_caches)
+    assert logits is not None
+    ops.sample(logits, _sampling_batch(num_seqs, device))
+
+
+def _sampling_batch(num: int, device: torch.device) -> SamplingBatch:
+    """Every filter on, which is what takes most memory."""
+    zeros = torch.zeros(num, dtype=torch.int64, device=device)
+    return SamplingBatch(
+        temperature=torch.ones(num, device=device),
+        top_k=torch.full((num,), 50, dtype=torch.int32, device=device),
+        top_p=torch.full((num,), 0.9, device=device),
+        min_p=torch.full((num,), 0.01, device=device),
+        seed=zeros,
+        position=zeros,
+        sample_index=zeros.int(),
+        all_greedy=False,
+        any_filter=True,
+    )

@@ -1,0 +1,96 @@
+"""What the runner remembers of each sequence between steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_core.sched.plan import NewSeq, StepPlan
+
+UNRESOLVED = -1
+"""Stands for a sampled id that is still on the device."""
+
+
+class Rows:
+    """One row per running sequence, as columns of numpy arrays.
+
+    0                num_prompt_tokens            num_tokens       max_model_len
+    |   prompt ids   |   output ids so far        |   free         |
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        # empty and zeros this large are mapped, not touched: a row costs memory once used.
+        self.token_ids = np.empty((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+        # Counts the sequences a row has held, so that an id fetched late does not land in
+        # the next one.
+        self.tenancy = np.zeros(max_num_seqs, np.int64)
+        self._held = np.zeros(max_num_seqs, np.bool_)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Forgets freed rows, fills new ones, appends blocks."""
+        for row in plan.freed_rows:
+            self._free(row)
+        for new in plan.new_seqs:
+            self._add(new)
+        for seq in plan.seqs:
+            assert self._held[seq.row], seq
+            if seq.new_block_ids:
+                self._append_blocks(seq.row, seq.new_block_ids)
+
+    def _free(self, row: int) -> None:
+        assert self._held[row], row
+        self._held[row] = False
+        # Entries past a sequence's end must be the null block.
+        self.block_table[row, : self.num_blocks[row]] = 0
+        self.num_blocks[row] = 0
+        self.tenancy[row] += 1
+
+    def _add(self, new: NewSeq) -> None:
+        row, params = new.row, new.sampling
+        assert not self._held[row], row
+        self._held[row] = True
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.num_tokens[row] = len(new.token_ids)
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = params.seed
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = self.num_blocks[row]
+        end = start + len(block_ids)
+        assert end <= self.block_table.shape[1], (row, end)
+        self.block_table[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+    def append_unresolved(self, rows: np.ndarray) -> None:
+        """A token was sampled for each of rows; its id comes later, by resolve()."""
+        ends = self.num_tokens[rows]
+        # The last token of a full context is never an input, so it needs no place.
+        room = ends < self.token_ids.shape[1]
+        self.token_ids[rows[room], ends[room]] = UNRESOLVED
+        self.num_tokens[rows] = ends + 1
+
+    def resolve(
+        self, rows: np.ndarray, tenancy: np.ndarray, positions: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """Sets the id at a position of each row that still has the same tenant."""
+        live = (self.tenancy[rows] == tenancy) & (positions < self.token_ids.shape[1])
+        self.token_ids[rows[live], positions[live]] = token_ids[live]

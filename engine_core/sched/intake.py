@@ -1,0 +1,126 @@
+"""From an Add off the wire to a Request, or the sentence that refuses it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import TYPE_CHECKING
+
+from engine_core.request import Request
+from pagewire.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from engine_core.kv.manager import KVManager
+    from engine_core.sched.limits import SchedulerLimits
+    from pagewire.types import SamplingParams
+    from pagewire.wire.messages import Add
+
+_INT32 = range(-(2**31), 2**31)
+_UINT64 = range(2**64)
+
+
+class Refused(Exception):
+    """An Add that cannot be served. The message is one sentence with the field
+    and its figures, and holds no prompt ids."""
+
+
+def read_add(
+    frontend_id: int,
+    add: Add,
+    received_at: float,
+    *,
+    limits: SchedulerLimits,
+    kv_manager: KVManager,
+) -> Request:
+    """Validates wholly before anything is taken. Raises Refused.
+
+    The frontend has checked most of this already; a request that came past
+    those checks must still not be able to hurt the others.
+    """
+    _check_sampling(add.sampling)
+    try:
+        token_ids = array("i", unpack_ids(add.token_ids))
+    except ValueError as error:
+        raise Refused(f"token_ids: {error}") from error
+    num_prompt_tokens = _check_ids(add, token_ids, limits)
+    _check_room(num_prompt_tokens, add.sampling.max_tokens, limits, kv_manager)
+    return Request(
+        frontend_id=frontend_id,
+        request_id=add.request_id,
+        table=kv_manager.new_table(token_ids, add.cache_salt),
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=add.sampling,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=limits.eos_token_ids,
+        priority=add.priority,
+        arrived_at=received_at,
+        deadline_at=_deadline_at(add.deadline_ms, received_at),
+    )
+
+
+def _check_ids(add: Add, token_ids: array[int], limits: SchedulerLimits) -> int:
+    """Returns the number of prompt tokens."""
+    num_tokens = len(token_ids)
+    if not num_tokens:
+        raise Refused("token_ids is empty")
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= limits.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise Refused(f"token_ids holds {wrong}, outside the vocabulary of {limits.vocab_size}")
+    if num_tokens >= limits.max_model_len:
+        raise Refused(
+            f"token_ids has {num_tokens} ids, which leaves no room for output "
+            f"in max_model_len {limits.max_model_len}"
+        )
+    if not 0 <= add.num_output_tokens < num_tokens:
+        raise Refused(
+            f"num_output_tokens is {add.num_output_tokens}, "
+            f"but token_ids has {num_tokens} ids with at least one of the prompt"
+        )
+    if add.num_output_tokens >= add.sampling.max_tokens:
+        raise Refused(
+            f"num_output_tokens is {add.num_output_tokens}, "
+            f"so max_tokens {add.sampling.max_tokens} has been reached already"
+        )
+    return num_tokens - add.num_output_tokens
+
+
+def _check_room(
+    num_prompt_tokens: int, max_tokens: int, limits: SchedulerLimits, kv_manager: KVManager
+) -> None:
+    """That the request fits the KV cache when it has all of it to itself."""
+    # The last token of all is drawn but never computed: it needs no KV.
+    num_kv_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len) - 1
+    if num_kv_tokens > kv_manager.max_tokens:
+        raise Refused(
+            f"{num_prompt_tokens} prompt tokens with max_tokens {max_tokens} need KV for "
+            f"{num_kv_tokens} tokens, but the whole KV cache holds {kv_manager.max_tokens} "
+            f"({kv_manager.num_usable_blocks} blocks of {kv_manager.block_size})"
+        )
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    # Written so that NaN fails every comparison.
+    if sampling.max_tokens < 1:
+        raise Refused(f"max_tokens is {sampling.max_tokens}, must be at least 1")
+    if not 0 <= sampling.temperature < math.inf:
+        raise Refused(f"temperature is {sampling.temperature}, must be finite and at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise Refused(f"top_p is {sampling.top_p}, must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise Refused(f"top_k is {sampling.top_k}, must be at least 0")
+    if not 0 <= sampling.min_p <= 1:
+        raise Refused(f"min_p is {sampling.min_p}, must be from 0 to 1")
+    if sampling.seed not in _UINT64:
+        raise Refused(f"seed is {sampling.seed}, must be an unsigned 64-bit number")
+    for stop_id in sampling.stop_token_ids:
+        if stop_id not in _INT32:
+            raise Refused(f"stop_token_ids holds {stop_id}, must be 32-bit numbers")
+
+
+def _deadline_at(deadline_ms: float | None, received_at: float) -> float | None:
+    if deadline_ms is None:
+        return None
+    if math.isnan(deadline_ms):
+        raise Refused("deadline_ms is not a number")
+    return received_at + deadline_ms / 1000.0

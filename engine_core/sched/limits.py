@@ -1,0 +1,29 @@
+"""What bounds a step and a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Learnt from configuration and model; raises ValueError if impossible."""
+
+    max_num_seqs: int
+    """Rows: sequences that run at once."""
+    max_num_batched_tokens: int
+    """Token budget of a step."""
+    max_model_len: int
+    """Prompt plus output, in tokens."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.max_model_len < 2:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, "
+                "must be at least 2 (a prompt token and an output token)"
+            )

@@ -1,0 +1,352 @@
+"""Who computes how much in the next step, and what becomes of the result."""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine_core.request import Request, Status
+from engine_core.sched.limits import SchedulerLimits
+from engine_core.sched.plan import NewSeq, SeqStep, StepPlan, StepResult
+from engine_core.sched.policy import PriorityPolicy
+from engine_core.sched.queue import WaitingQueue
+from engine_core.sched.stop import end_status
+
+if TYPE_CHECKING:
+    from engine_core.kv.manager import KVManager
+    from engine_core.sched.policy import Policy
+
+__all__ = ["Scheduler", "SchedulerLimits", "StepOutcome"]
+
+
+_NOTHING_DRAWN = (-1, -1)
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step did for the requests that nobody ended from outside meanwhile."""
+
+    started: list[Request] = field(default_factory=list)
+    """Left the queue for the first time."""
+    sampled: list[Request] = field(default_factory=list)
+    """Drew a token; parallel to token_ids."""
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making.
+
+    0        num_decodes            len(seqs)
+    | one token, sampling | longer chunks |
+    """
+
+    budget: int
+    """Tokens still to give away."""
+    requests: list[Request] = field(default_factory=list)
+    """Parallel to seqs."""
+    seqs: list[SeqStep] = field(default_factory=list)
+    num_decodes: int = 0
+    prefills: list[Request] = field(default_factory=list)
+    """Running requests with more than one token to compute."""
+    new_seqs: list[NewSeq] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    preempted: bool = False
+
+    def add(self, request: Request, num_new: int, new_block_ids: tuple[int, ...]) -> None:
+        computed = request.num_computed_tokens
+        samples = computed + num_new == len(request.token_ids)
+        seq = SeqStep(request.row, computed, num_new, new_block_ids, samples)
+        self.budget -= num_new
+        if samples and num_new == 1:
+            # The end of the list, but for a prompt whose last token alone is left.
+            self.seqs.insert(self.num_decodes, seq)
+            self.requests.insert(self.num_decodes, request)
+            self.num_decodes += 1
+        else:
+            self.seqs.append(seq)
+            self.requests.append(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes back what a request was given, if anything."""
+        for index, planned in enumerate(self.requests):
+            if planned is request:
+                self.budget += self.seqs[index].num_new_tokens
+                self.num_decodes -= index < self.num_decodes
+                del self.requests[index], self.seqs[index]
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A plan handed out and not yet updated with its result."""
+
+    requests: list[Request]
+    """Parallel to the plan's seqs."""
+    started: list[Request]
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill under a token budget.
+
+    Iteration-level scheduling is of Orca (Yu et al., OSDI 2022); prefill chunks
+    that share a step with decodes are of Sarathi-Serve (Agrawal et al., OSDI
+    2024); paged KV with preemption by recompute is of PagedAttention (Kwon et
+    al., SOSP 2023).
+
+    schedule() and update() alternate, once a step. add() and finish() may come
+    between any of them. The most senior running request is never preempted
+    and fits the pool alone, so every step brings somebody nearer to the end.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, kv_manager: KVManager, policy: Policy | None = None
+    ) -> None:
+        self.limits = limits
+        self.kv_manager = kv_manager
+        self.policy: Policy = policy if policy is not None else PriorityPolicy()
+        self.waiting = WaitingQueue(self.policy)
+        self.running: list[Request] = []
+        """In the policy's running order: the last one is preempted first."""
+        self.step = 0
+        """Plans made so far."""
+        self.num_batched_tokens = 0
+        """Tokens in the last plan."""
+        self.total_prompt_tokens = 0
+        """Prompt tokens of requests whose prefill is done, hits included."""
+        self.total_output_tokens = 0
+        self.total_preemptions = 0
+        self._num_arrived = 0
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._rows_to_forget: list[int] = []
+        """Freed, and the runner has not been told yet."""
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def add(self, request: Request) -> None:
+        """Queues a request that intake has found servable."""
+        request.arrival_index = self._num_arrived
+        self._num_arrived += 1
+        self.waiting.push(request)
+
+    def finish(self, request: Request, status: Status) -> None:
+        """Ends a request from outside (abort, deadline, failure), at once.
+
+        Its blocks are free on return. A step that is still computing it is not
+        disturbed: the device runs plans in order, so whoever gets the blocks
+        writes them after that step, and the token it draws is dropped.
+        """
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._leave_row(request)
+        else:
+            self.waiting.remove(request)
+        request.move(status)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def schedule(self, now: float) -> StepPlan:
+        """Decides the next step. A plan without seqs needs not be launched.
+
+        now: seconds of the engine's monotonic clock.
+        """
+        draft = _Draft(budget=self.limits.max_num_batched_tokens)
+        self._grow_decodes(draft)
+        self._grow_prefills(draft)
+        self._admit_waiting(draft, now)
+        plan = self._seal(draft)
+        self._advance_computed(draft)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
+        """Takes in what a launched plan has computed.
+
+        result must have one id for each seq of the plan that samples, in order.
+        """
+        in_flight = self._in_flight.pop(plan.step)
+        register = self.kv_manager.register_computed
+        running = Status.RUNNING
+        started = [request for request in in_flight.started if request.status is running]
+        outcome = StepOutcome(started)
+        drawn = iter(zip(result.rows, result.token_ids, strict=True))
+        for request, seq in zip(in_flight.requests, plan.seqs, strict=True):
+            token_id = None
+            if seq.samples:
+                row, token_id = next(drawn, _NOTHING_DRAWN)
+                assert row == seq.row, (plan.step, row, seq.row)
+            if request.status is not running:
+                continue
+            register(request.table, seq.num_computed_tokens + seq.num_new_tokens)
+            if token_id is not None:
+                self._take_token(request, token_id, now, outcome)
+        assert next(drawn, None) is None, f"step {plan.step} has drawn more than was asked"
+        self.total_output_tokens += len(outcome.token_ids)
+        if outcome.finished:
+            self.running = [request for request in self.running if request.status is running]
+        return outcome
+
+    def check_integrity(self) -> None:
+        """Compares blocks, tables, rows and queues. Raises IntegrityError or
+        AssertionError."""
+        self.kv_manager.check_integrity()
+        rows = [request.row for request in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), rows
+        keys = [self.policy.running_key(request) for request in self.running]
+        assert keys == sorted(keys), keys
+        assert all(request.status is Status.RUNNING for request in self.running)
+        for request in self.waiting:
+            assert request.status in (Status.WAITING, Status.PREEMPTED), request
+            assert not request.table.blocks, request
+            assert request.row == -1, request
+            assert request.num_computed_tokens == 0, request
+        num_held = sum(len(request.table.blocks) > 0 for request in self.running)
+        assert num_held == self.kv_manager.num_tables, (num_held, self.kv_manager.num_tables)
+
+    def _grow_decodes(self, draft: _Draft) -> None:
+        """One token for each request that has one to compute."""
+        # Preemption takes requests from the end of the list, never from the
+        # part that this loop has passed: that is what its order is for.
+        for request in self.running:
+            computed = request.num_computed_tokens
+            if len(request.token_ids) - computed != 1:
+                draft.prefills.append(request)
+                continue
+            new_block_ids: tuple[int, ...] | None = ()
+            if computed == request.table.capacity:
+                new_block_ids = self._room_for(request, computed + 1, draft)
+            if new_block_ids is not None:
+                draft.add(request, 1, new_block_ids)
+        # Everybody running has had a token in every step since it was admitted, so
+        # nobody was admitted who would make them more than the budget.
+        assert draft.budget >= 0, (draft.budget, len(self.running))
+
+    def _grow_prefills(self, draft: _Draft) -> None:
+        """The next chunk of each running prompt, as far as the budget goes."""
+        for request in draft.prefills:
+            if not draft.budget:
+                break
+            if request.status is not Status.RUNNING:
+                continue
+            num_new = min(request.num_tokens - request.num_computed_tokens, draft.budget)
+            new_block_ids = self._room_for(request, request.num_computed_tokens + num_new, draft)
+            if new_block_ids is not None:
+                draft.add(request, num_new, new_block_ids)
+
+    def _room_for(self, request: Request, num_tokens: int, draft: _Draft) -> tuple[int, ...] | None:
+        """Room for num_tokens, at the cost of juniors. None if the request itself
+        was the most junior, and is preempted now."""
+        while True:
+            new_block_ids = self.kv_manager.grow(request.table, num_tokens)
+            if new_block_ids is not None:
+                return new_block_ids
+            victim = self.running[-1]
+            self._preempt(victim, draft)
+            if victim is request:
+                return None
+
+    def _preempt(self, victim: Request, draft: _Draft) -> None:
+        """Back to the front of its priority in the queue, to be recomputed."""
+        assert self.running[-1] is victim
+        self.running.pop()
+        draft.withdraw(victim)
+        draft.preempted = True
+        self._leave_row(victim)
+        victim.move(Status.PREEMPTED)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.total_preemptions += 1
+        self.waiting.push(victim)
+
+    def _admit_waiting(self, draft: _Draft, now: float) -> None:
+        """New prompts, first chunk each, while budget, rows and blocks last.
+
+        Strictly in the policy's order: nobody overtakes one who does not fit,
+        so a large request is not starved by small ones.
+        """
+        # Right after a preemption the pool has no room to speak of.
+        if draft.preempted or not self.waiting:
+            return
+        while self.waiting and draft.budget and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting.peek()
+            hit = self.kv_manager.lookup(request.table)
+            num_new = min(request.num_tokens - hit.num_cached_tokens, draft.budget)
+            # Room for a whole prompt is asked for, and a prompt that gets only a part
+            # of it now has used up the budget: no two ever count on the same blocks.
+            reserve = self._watermark() if self.running else 0
+            block_ids = self.kv_manager.admit(request.table, hit, num_new, reserve)
+            if block_ids is None:
+                break
+            self.waiting.pop()
+            self._enter_row(request, hit.num_cached_tokens, draft, now)
+            draft.add(request, num_new, block_ids)
+        assert self.running or not self.waiting, "a request that fits alone was not admitted"
+
+    def _watermark(self) -> int:
+        """Blocks that an admission leaves free, so that it does not force a
+        preemption a moment later: 1% of the pool, and what those who run will
+        take on average in the next four steps."""
+        soon = self.kv_manager.blocks_for(4 * len(self.running))
+        return max(self.kv_manager.num_usable_blocks // 100, soon)
+
+    def _enter_row(self, request: Request, num_cached: int, draft: _Draft, now: float) -> None:
+        """From the queue to a row, with num_cached tokens of KV found."""
+        if request.first_scheduled_at is None:
+            request.first_scheduled_at = now
+            # On a replay the hit may reach into the output.
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
+            self.kv_manager.count_lookup(request.num_prompt_tokens, request.num_cached_tokens)
+            draft.started.append(request)
+        request.move(Status.RUNNING)
+        request.row = self._free_rows.pop()
+        request.num_computed_tokens = num_cached
+        insort(self.running, request, key=self.policy.running_key)
+        draft.new_seqs.append(
+            NewSeq(
+                request.row, tuple(request.token_ids), request.num_prompt_tokens, request.sampling
+            )
+        )
+
+    def _leave_row(self, request: Request) -> None:
+        self.kv_manager.free(request.table)
+        self._free_rows.append(request.row)
+        self._rows_to_forget.append(request.row)
+        request.row = -1
+
+    def _seal(self, draft: _Draft) -> StepPlan:
+        self.step += 1
+        # An empty plan is not launched, so it must not carry the freed rows away.
+        freed_rows: tuple[int, ...] = ()
+        if draft.seqs:
+            freed_rows = tuple(self._rows_to_forget)
+            self._rows_to_forget.clear()
+            self._in_flight[self.step] = _InFlight(draft.requests, draft.started)
+        self.num_batched_tokens = self.limits.max_num_batched_tokens - draft.budget
+        return StepPlan(self.step, freed_rows, tuple(draft.new_seqs), tuple(draft.seqs))
+
+    def _advance_computed(self, draft: _Draft) -> None:
+        """The one place where num_computed_tokens moves forward after admission.
+
+        It does so when the plan is made, not when it has run, so that the next
+        plan can be made meanwhile. Blocks become known to the prefix cache in
+        update(), when their KV is really there.
+        """
+        for request, seq in zip(draft.requests, draft.seqs, strict=True):
+            request.num_computed_tokens += seq.num_new_tokens
+
+    def _take_token(
+        self, request: Request, token_id: int, now: float, outcome: StepOutcome
+    ) -> None:
+        if request.first_token_at is None:
+            self.total_prompt_tokens += request.num_prompt_tokens
+        request.append(token_id, now)
+        outcome.sampled.append(request)
+        outcome.token_ids.append(token_id)
+        status = end_status(request, token_id)
+        if status is not None:
+            if status is Status.STOPPED:
+                request.finish_token_id = token_id
+            self._leave_row(request)
+            request.move(status)
+            outcome.finished.append(request)

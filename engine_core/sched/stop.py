@@ -1,0 +1,24 @@
+"""When a sequence has ended, judged from its last id."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_core.request import Status
+
+if TYPE_CHECKING:
+    from engine_core.request import Request
+
+
+def end_status(request: Request, token_id: int) -> Status | None:
+    """STOPPED, LENGTH, or None to go on; token_id has just been appended.
+
+    A stop token or EOS wins over the length when both come with the same
+    token. EOS counts unless ignore_eos; the length is the smaller of what
+    max_tokens and max_model_len allow. Stop strings are not the engine's.
+    """
+    if token_id in request.stop_ids:
+        return Status.STOPPED
+    if len(request.token_ids) >= request.max_num_tokens:
+        return Status.LENGTH
+    return None

@@ -1,0 +1,180 @@
+"""Thousands of random schedules over the fake model: whatever is chunked,
+batched, preempted, cached or aborted, the text stays what it is alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from pagewire.types import FinishReason
+from tests.support.fake_model import EOS, FakeEngine, alone
+
+SCHEDULES_PER_SEED = 80
+SEEDS = 40
+
+
+@dataclass
+class Plan:
+    """One request to come."""
+
+    frontend_id: int
+    request_id: int
+    arrives: int
+    known: list[int]
+    num_output: int
+    max_tokens: int
+    salt: str
+    priority: int
+    ignore_eos: bool
+    stop_ids: tuple[int, ...]
+    deadline_ms: float | None
+    abort_at: int | None
+    abort_in_poll: bool
+
+    @property
+    def expected(self) -> list[int]:
+        stops = set(self.stop_ids) | (set() if self.ignore_eos else {EOS})
+        return alone(self.known, self.max_tokens - self.num_output, tuple(stops))
+
+
+def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
+    """crowded: many run at once in a pool that a few of them fill."""
+    if crowded:
+        block_size = rng.choice([1, 2, 4])
+        return FakeEngine(
+            num_blocks=1 + rng.randint(30, 60) // block_size,
+            block_size=block_size,
+            max_num_batched_tokens=rng.choice([3, 6, 8, 16, 64]),
+            max_model_len=90,
+        )
+    block_size = rng.choice([1, 2, 4, 4, 8, 16])
+    # Small pools, so that requests have to give way to one another.
+    num_blocks = 1 + max(1, rng.choice([8, 24, 32, 40, 48, 56, 64, 150]) // block_size)
+    return FakeEngine(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=rng.choice([1, 3, 4, 6, 8, 8]),
+        max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 16, 64]),
+        max_model_len=rng.choice([20, 60, 90]),
+        enable_prefix_caching=rng.random() < 0.85,
+    )
+
+
+def make_plans(rng: random.Random, engine: FakeEngine, *, crowded: bool) -> list[Plan]:
+    """Requests of which every one fits the pool and the context alone."""
+    room = min(engine.kv_manager.max_tokens + 1, engine.limits.max_model_len)
+    stems = [[rng.choice([3, 5]) for _ in range(40)] for _ in range(2)]
+    plans = []
+    for number in range(rng.randint(1, 9)):
+        if room < 2:
+            break
+        longest = rng.choice([5, 5, 20]) if crowded else rng.choice([6, 30])
+        num_prompt = min(rng.randint(1, longest), room - 1)
+        shared = num_prompt if rng.random() < 0.5 else rng.randint(0, num_prompt)
+        prompt = rng.choice(stems)[:shared]
+        prompt += [rng.choice([3, 5, 7]) for _ in range(num_prompt - len(prompt))]
+        most = min(26 if crowded else rng.choice([4, 40]), room - num_prompt)
+        max_tokens = rng.randint(most // 2 if crowded else 1, most)
+        stop_ids = (rng.randrange(61),) if rng.random() < 0.2 else ()
+        ignore_eos = crowded or rng.random() < 0.7
+        plan = Plan(
+            # Two frontends count their own ids, so these collide between them.
+            frontend_id=1 + number % 2,
+            request_id=number // 2,
+            arrives=rng.choice([0, 0, rng.randint(0, 25)]),
+            known=prompt,
+            num_output=0,
+            max_tokens=max_tokens,
+            salt=rng.choice(["", "", "", "a", "b"]),
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            ignore_eos=ignore_eos,
+            stop_ids=stop_ids,
+            deadline_ms=rng.randint(1, 20) * 1000.0 if rng.random() < 0.08 else None,
+            abort_at=rng.randint(0, 30) if rng.random() < 0.25 else None,
+            abort_in_poll=rng.random() < 0.5,
+        )
+        whole = plan.expected
+        if rng.random() < 0.2 and len(whole) > 1:
+            plan.num_output = rng.randint(1, len(whole) - 1)
+            plan.known = prompt + whole[: plan.num_output]
+        plans.append(plan)
+    return plans
+
+
+def drive(rng: random.Random, engine: FakeEngine, plans: list[Plan]) -> None:
+    """Lets arrivals and aborts come in at their steps until all has ended."""
+    bound = 60 + (len(plans) + 1) * sum(len(p.known) + p.max_tokens for p in plans)
+    turn = 0
+    last_arrival = max((plan.arrives for plan in plans), default=0)
+    while turn <= last_arrival or engine.core.has_work():
+        assert turn < bound, "not over in a bounded number of steps"
+        for plan in plans:
+            if plan.arrives == turn:
+                engine.add(
+                    plan.request_id,
+                    plan.known,
+                    frontend_id=plan.frontend_id,
+                    max_tokens=plan.max_tokens,
+                    num_output_tokens=plan.num_output,
+                    ignore_eos=plan.ignore_eos,
+                    stop_token_ids=plan.stop_ids,
+                    cache_salt=plan.salt,
+                    priority=plan.priority,
+                    deadline_ms=plan.deadline_ms,
+                )
+        aborting = [p for p in plans if p.abort_at == turn and p.arrives <= turn]
+        for plan in aborting:
+            if not plan.abort_in_poll:
+                engine.abort(plan.request_id, frontend_id=plan.frontend_id)
+
+        def poll(aborting: list[Plan] = aborting) -> None:
+            for plan in aborting:
+                if plan.abort_in_poll:
+                    engine.abort(plan.request_id, frontend_id=plan.frontend_id)
+
+        if rng.random() < 0.01:
+            engine.core.reset_prefix_cache()
+        engine.step(poll)
+        turn += 1
+
+
+def check(engine: FakeEngine, plans: list[Plan]) -> None:
+    for plan in plans:
+        heard = engine.of(plan.request_id, plan.frontend_id)
+        expected = plan.expected
+        ended = heard.reason  # exactly one Finished
+        if ended is FinishReason.ABORT:
+            assert plan.abort_at is not None or plan.deadline_ms is not None
+            assert heard.token_ids == expected[: len(heard.token_ids)]
+            assert len(heard.token_ids) < len(expected)
+            continue
+        assert heard.token_ids == expected
+        assert len(heard.started) == 1
+        stopped = expected[-1] in plan.stop_ids or (expected[-1] == EOS and not plan.ignore_eos)
+        assert ended is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert heard.finished[0].stop_token_id == (expected[-1] if stopped else None)
+        cached = heard.finished[0].num_cached_tokens
+        assert cached == heard.started[0].num_cached_tokens
+        assert 0 <= cached <= min(len(plan.known) - 1, len(plan.known) - plan.num_output)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_text_is_the_same_under_any_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    num_preemptions = num_hits = num_aborts = 0
+    for _ in range(SCHEDULES_PER_SEED):
+        crowded = rng.random() < 0.35
+        engine = make_engine(rng, crowded=crowded)
+        plans = make_plans(rng, engine, crowded=crowded)
+        drive(rng, engine, plans)
+        check(engine, plans)
+        engine.check_at_rest()
+        num_preemptions += engine.scheduler.total_preemptions
+        num_hits += engine.kv_manager.num_hit_tokens
+        num_aborts += sum(h.reason is FinishReason.ABORT for h in engine.heard.values())
+    # What the schedules are for must really have happened in them.
+    assert num_preemptions >= 5
+    assert num_hits >= 30
+    assert num_aborts >= 5

@@ -1,0 +1,162 @@
+"""One loaded model under as many engines as a test wants, and transformers beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.core import EngineCore
+from engine_core.device.cpu import CpuDevice
+from engine_core.kv.manager import KVManager
+from engine_core.model.inputs import ModelInput
+from engine_core.model.loader import load_model, open_model
+from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.sched.scheduler import Scheduler, SchedulerLimits
+from kernels.ops import AttentionBatch
+from kernels.registry import load_ops
+from pagewire.model_source import resolve_model
+from pagewire.types import FinishReason, SamplingParams
+from pagewire.wire.codec import pack_ids, unpack_ids, unpack_request_ids
+from pagewire.wire.messages import Add
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_core.model.config import ModelConfig
+    from engine_core.model.decoder import DecoderModel
+    from kernels.ops import Ops
+
+FRONTEND_ID = 7
+EPOCH = 11
+_STEP_LIMIT = 5000
+
+
+class Engine:
+    """A real scheduler, KV manager, core and runner over a model that others use too."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        num_blocks: int = 400,
+        block_size: int = 16,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        prefix_caching: bool = False,
+    ) -> None:
+        kv_caches = allocate_kv_caches(
+            loaded.model, loaded.device, num_blocks, block_size, torch.float32
+        )
+        self.kv_manager = KVManager(num_blocks, block_size, prefix_caching)
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=loaded.max_model_len,
+                vocab_size=loaded.config.vocab_size,
+                eos_token_ids=loaded.config.eos_token_ids,
+            ),
+            self.kv_manager,
+        )
+        runner = ModelRunner(
+            loaded.model,
+            loaded.ops,
+            loaded.device,
+            kv_caches,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=loaded.max_model_len,
+        )
+        self.core = EngineCore(self.scheduler, runner, epoch=EPOCH)
+        self._next_id = 1
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        sampling: SamplingParams | None = None,
+    ) -> list[list[int]]:
+        """All prompts at once, greedily unless sampling says otherwise, past any EOS."""
+        sampling = sampling or SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
+        outputs: dict[int, list[int]] = {}
+        for prompt in prompts:
+            outputs[self._next_id] = []
+            add = Add(self._next_id, EPOCH, pack_ids(prompt), 0, sampling)
+            self.core.add(FRONTEND_ID, add, received_at=0.0)
+            self._next_id += 1
+        for _ in range(_STEP_LIMIT):
+            if not self.core.has_work():
+                self.kv_manager.check_all_free()
+                return list(outputs.values())
+            for output in self.core.step(lambda: None).values():
+                self._take(output, outputs)
+        raise AssertionError(f"not finished after {_STEP_LIMIT} steps: {self.core.stats()}")
+
+    def _take(self, output: Any, outputs: dict[int, list[int]]) -> None:
+        ids = unpack_request_ids(output.request_ids)
+        for request_id, token_id in zip(ids, unpack_ids(output.token_ids), strict=True):
+            outputs[request_id].append(token_id)
+        for finished in output.finished:
+            assert finished.reason in (FinishReason.LENGTH, FinishReason.STOP), finished
+
+
+@dataclass
+class Loaded:
+    model: DecoderModel
+    config: ModelConfig
+    ops: Ops
+    device: CpuDevice
+    max_model_len: int
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] of one sequence computed in one step."""
+        num = len(token_ids)
+        kv_caches = allocate_kv_caches(self.model, self.device, num // 16 + 2, 16, torch.float32)
+        starts = torch.tensor([0, num], dtype=torch.int32)
+        lens = torch.tensor([num], dtype=torch.int32)
+        table = torch.arange(1, num // 16 + 2, dtype=torch.int32).view(1, -1)
+        positions = torch.arange(num)
+        batch = AttentionBatch(starts, lens, table, int(num == 1), num, num, starts, lens)
+        inputs = ModelInput(torch.tensor(token_ids), positions, positions + 16, batch, None)
+        with torch.inference_mode():
+            logits = self.model.forward(inputs, kv_caches)
+        assert logits is not None
+        return logits
+
+
+def load(path: str, backend: str, max_model_len: int = 512) -> Loaded:
+    """In float32, on one thread: the tests share two cores with others."""
+    device = CpuDevice("1GiB", 1)
+    ops = load_ops(backend)
+    opened = open_model(resolve_model(path))
+    model = load_model(
+        opened, ops, device.torch_device, torch.float32, max_model_len, lambda done, total: None
+    )
+    return Loaded(model, opened.config, ops, device, max_model_len)
+
+
+def transformers_greedy(
+    model: Any, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
+    """num_tokens from generate() for each prompt, padded on the left to one batch."""
+    longest = max(len(prompt) for prompt in prompts)
+    padding = [longest - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * pad + list(p) for pad, p in zip(padding, prompts, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens)
+    tokens: list[list[int]] = out[:, longest:].tolist()
+    assert all(len(row) == num_tokens for row in tokens)
+    return tokens
+
+
+def assert_same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> None:
+    """Names the first prompt and position that differ."""
+    assert len(ours) == len(theirs)
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for at, (a, b) in enumerate(zip(mine, other, strict=True)):
+            assert a == b, f"prompt {index}, output token {at}: {a} != {b}"

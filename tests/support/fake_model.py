@@ -1,0 +1,308 @@
+"""A model made of integers, so that the engine's loop can be checked without torch.
+
+Its "KV" of a token is a number that depends on the token and on the KV before
+it, as a real model's does, and is written to and read back from an array
+[num_blocks, block_size] through the block table alone. The next token is a hash
+of everything read back. So any slip in scheduling, in block tables or in the
+prefix cache changes the text, and `alone()` says what it should have been.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine_core.core import EngineCore
+from engine_core.kv.manager import KVManager
+from engine_core.sched.plan import NewSeq, SeqStep, StepPlan, StepResult
+from engine_core.sched.scheduler import Scheduler, SchedulerLimits
+from pagewire.types import FinishReason, SamplingParams
+from pagewire.wire.codec import (
+    pack_ids,
+    unpack_counts,
+    unpack_ids,
+    unpack_request_ids,
+)
+from pagewire.wire.messages import Add, Finished, Started, StepOutput, StepStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine_core.sched.policy import Policy
+
+VOCAB_SIZE = 61
+EOS = 2
+EPOCH = 77
+
+_MASK = (1 << 62) - 1
+_FACTORS = np.array([pow(1_000_003, power, 1 << 62) for power in range(4096)], dtype=np.int64)
+
+
+def token_kv(previous: int, token_id: int) -> int:
+    """The "KV" of a token after the one whose KV is `previous` (0 at the start)."""
+    return (previous * 6_364_136_223_846_793_005 + token_id * 2_654_435_761 + 1_442_695) & _MASK
+
+
+def next_token(values: np.ndarray, vocab_size: int = VOCAB_SIZE) -> int:
+    """The token that follows; values: int64 [num_tokens], the KV read back."""
+    mixed = int(np.bitwise_xor.reduce(values * _FACTORS[: len(values)]))
+    return (mixed ^ (mixed >> 29)) % vocab_size
+
+
+def alone(token_ids: Sequence[int], max_new: int, stop_ids: Sequence[int] = (EOS,)) -> list[int]:
+    """What a request yields that nothing shares, chunks, preempts or caches."""
+    values: list[int] = []
+    for token_id in token_ids:
+        values.append(token_kv(values[-1] if values else 0, token_id))
+    output: list[int] = []
+    while len(output) < max_new:
+        output.append(next_token(np.array(values, dtype=np.int64)))
+        if output[-1] in stop_ids:
+            break
+        values.append(token_kv(values[-1], output[-1]))
+    return output
+
+
+@dataclass(slots=True)
+class _Row:
+    token_ids: list[int]
+    computed: int = -1
+    """Unknown until the first step, which may begin after a prefix hit."""
+    table: list[int] = field(default_factory=list)
+
+
+class DonePending:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class FakeRunner:
+    """Implements Runner, and asserts all that a plan promises."""
+
+    def __init__(self, num_blocks: int, block_size: int, limits: SchedulerLimits) -> None:
+        self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.plans: list[StepPlan] = []
+        self.rows: dict[int, _Row] = {}
+        self._limits = limits
+        self._block_size = block_size
+        self._vocab_size = min(limits.vocab_size, VOCAB_SIZE)
+
+    def launch(self, plan: StepPlan) -> DonePending:
+        self._check(plan)
+        self.plans.append(plan)
+        for row in plan.freed_rows:
+            del self.rows[row]
+        for seq in plan.new_seqs:
+            self._enter(seq)
+        for step in plan.seqs:
+            self._write(step)
+        drawn = [(step.row, self._draw(step)) for step in plan.seqs if step.samples]
+        return DonePending(
+            StepResult(tuple(row for row, _ in drawn), tuple(token_id for _, token_id in drawn))
+        )
+
+    def _check(self, plan: StepPlan) -> None:
+        assert plan.seqs, "an empty plan was launched"
+        assert plan.num_tokens <= self._limits.max_num_batched_tokens
+        assert len(plan.seqs) <= self._limits.max_num_seqs
+        assert not self.plans or plan.step > self.plans[-1].step
+        rows = [seq.row for seq in plan.seqs]
+        assert len(set(rows)) == len(rows), rows
+        assert all(0 <= row < self._limits.max_num_seqs for row in rows)
+        assert {seq.row for seq in plan.new_seqs} <= set(rows)
+        chunk_seen = False
+        for seq in plan.seqs:
+            decode = seq.num_new_tokens == 1 and seq.samples
+            assert not (decode and chunk_seen), "a decode after a chunk"
+            chunk_seen |= not decode
+
+    def _enter(self, seq: NewSeq) -> None:
+        assert seq.row not in self.rows, f"row {seq.row} is taken"
+        assert 1 <= seq.num_prompt_tokens <= len(seq.token_ids)
+        self.rows[seq.row] = _Row(list(seq.token_ids))
+
+    def _write(self, step: SeqStep) -> None:
+        row = self.rows[step.row]
+        if row.computed < 0:
+            assert step.num_computed_tokens % self._block_size == 0
+            row.computed = step.num_computed_tokens
+        assert step.num_computed_tokens == row.computed
+        assert step.num_new_tokens >= 1
+        end = row.computed + step.num_new_tokens
+        assert end <= len(row.token_ids)
+        assert step.samples == (end == len(row.token_ids))
+        row.table.extend(step.new_block_ids)
+        assert end <= len(row.table) * self._block_size
+        # Only a prefix that is never written again may be shared.
+        written = set(row.table[row.computed // self._block_size :])
+        assert 0 not in row.table, "the null block was handed out"
+        for number, other in self.rows.items():
+            assert number == step.row or written.isdisjoint(other.table)
+        previous = self._read(row, row.computed)[-1] if row.computed else 0
+        for position in range(row.computed, end):
+            previous = token_kv(int(previous), row.token_ids[position])
+            block, offset = divmod(position, self._block_size)
+            self.kv[row.table[block], offset] = previous
+        row.computed = end
+
+    def _read(self, row: _Row, num_tokens: int) -> np.ndarray:
+        num_blocks = -(-num_tokens // self._block_size)
+        return self.kv[row.table[:num_blocks]].reshape(-1)[:num_tokens]
+
+    def _draw(self, step: SeqStep) -> int:
+        row = self.rows[step.row]
+        token_id = next_token(self._read(row, row.computed), self._vocab_size)
+        row.token_ids.append(token_id)
+        return token_id
+
+
+class FakeClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class Heard:
+    """All that one frontend has heard about one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+    @property
+    def reason(self) -> FinishReason:
+        assert len(self.finished) == 1, self.finished
+        return FinishReason(self.finished[0].reason)
+
+
+class FakeEngine:
+    """An EngineCore over the fake model, and the frontends' side of its outputs."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 512,
+        vocab_size: int = 1000,
+        eos_token_ids: tuple[int, ...] = (EOS,),
+        enable_prefix_caching: bool = True,
+        policy: Policy | None = None,
+    ) -> None:
+        self.limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+        )
+        self.clock = FakeClock()
+        self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching)
+        self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
+        self.runner = FakeRunner(num_blocks, block_size, self.limits)
+        self.core = EngineCore(self.scheduler, self.runner, epoch=EPOCH, clock=self.clock)
+        self.heard: dict[tuple[int, int], Heard] = {}
+        self.unknown_aborts: list[tuple[int, int]] = []
+        self.abort_to_free_s: list[float] = []
+        self.stats: StepStats | None = None
+        self.num_steps = 0
+
+    def add(
+        self,
+        request_id: int,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        frontend_id: int = 1,
+        num_output_tokens: int = 0,
+        ignore_eos: bool = False,
+        stop_token_ids: tuple[int, ...] = (),
+        epoch: int = EPOCH,
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        sampling = sampling or SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
+        )
+        add = Add(
+            request_id=request_id,
+            epoch=epoch,
+            token_ids=pack_ids(token_ids),
+            num_output_tokens=num_output_tokens,
+            sampling=sampling,
+            deadline_ms=deadline_ms,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.core.add(frontend_id, add, self.clock.now)
+
+    def abort(self, *request_ids: int, frontend_id: int = 1) -> None:
+        self.core.abort(frontend_id, request_ids, self.clock.now)
+
+    def step(self, poll: Callable[[], None] = lambda: None) -> dict[int, StepOutput]:
+        """One step of the core, one second long, heard and checked."""
+        outputs = self.core.step(poll)
+        self.clock.now += 1.0
+        self.num_steps += 1
+        self.core.check_integrity()
+        for frontend_id, output in outputs.items():
+            self._hear(frontend_id, output)
+        return outputs
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until nothing is left to do."""
+        first = self.num_steps
+        while self.core.has_work():
+            assert self.num_steps - first < max_steps, "the engine does not come to an end"
+            self.step()
+
+    def of(self, request_id: int, frontend_id: int = 1) -> Heard:
+        return self.heard.setdefault((frontend_id, request_id), Heard())
+
+    def check_at_rest(self) -> None:
+        """Nothing is running, waiting or held."""
+        assert not self.core.has_work()
+        assert not self.scheduler.has_unfinished()
+        self.core.check_integrity()
+        assert self.kv_manager.num_free_blocks == self.kv_manager.num_usable_blocks
+
+    def _hear(self, frontend_id: int, output: StepOutput) -> None:
+        assert output.epoch == EPOCH
+        assert output.step == self.core.step_id
+        token_ids = unpack_ids(output.token_ids)
+        request_ids = unpack_request_ids(output.request_ids)
+        for started in output.started:
+            heard = self.of(started.request_id, frontend_id)
+            assert not heard.finished
+            assert not heard.token_ids
+            heard.started.append(started)
+        begin = 0
+        for request_id, count in zip(request_ids, unpack_counts(output.counts), strict=True):
+            heard = self.of(request_id, frontend_id)
+            assert heard.started, f"tokens of {request_id} before it started"
+            assert not heard.finished, f"tokens of {request_id} after its end"
+            heard.token_ids.extend(token_ids[begin : begin + count])
+            begin += count
+        assert begin == len(token_ids)
+        for finished in output.finished:
+            self.of(finished.request_id, frontend_id).finished.append(finished)
+        self.unknown_aborts.extend((frontend_id, unknown) for unknown in output.unknown_aborts)
+        self.abort_to_free_s.extend(output.stats.abort_to_free_s)
+        self.stats = output.stats
