@@ -1,0 +1,56 @@
+"""One admitted request in an RPC handler's hands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frontend.stream import Delta, Finish
+
+if TYPE_CHECKING:
+    from frontend.dispatcher import Dispatcher
+    from frontend.request import Job
+
+
+class Generation:
+    """Entering admits, tokenizes and sends; leaving aborts whatever has not ended.
+
+    Iterating yields deltas; `finish` is set when they end well. `deadline` is on the
+    dispatcher's clock. Entering raises what Dispatcher.admit, tokenize and launch do,
+    iterating the error that ended the request.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, job: Job, deadline: float | None) -> None:
+        self._dispatcher = dispatcher
+        self._job = job
+        self._deadline = deadline
+        self.finish: Finish | None = None
+
+    async def __aenter__(self) -> Generation:
+        dispatcher = self._dispatcher
+        self._state = dispatcher.admit(self._job, self._deadline)
+        try:
+            await dispatcher.tokenize(self._state)
+            dispatcher.launch(self._state)
+        except BaseException as error:
+            dispatcher.end(self._state, error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        self._dispatcher.end(self._state, error)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        item = await self._state.outbox.take()
+        if isinstance(item, Finish):
+            self.finish = item
+            raise StopAsyncIteration
+        return item
+
+    async def whole(self) -> tuple[Delta, Finish]:
+        """The output and the outcome, once it has ended."""
+        return await self._state.outbox.take_all()

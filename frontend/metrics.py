@@ -1,0 +1,346 @@
+"""What Prometheus sees: vLLM's names for what vLLM has, pagewire_ for the rest.
+
+The vllm: names and buckets let routers and dashboards made for vLLM read this
+server (https://docs.vllm.ai/en/latest/usage/metrics.html). Children are bound to
+their labels once, when the model is known. The engine has no metrics library:
+its totals arrive as StepStats and are added here as differences.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from frontend.admission import RejectReason
+    from frontend.request import RequestState
+    from pagewire.wire.messages import Ready, StepStats
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+ENGINE = "0"
+_LABELS = ("model_name", "engine")
+_MAX_LAG_S = 60.0
+
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_FINE_ITL = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015),
+    *(0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
+)
+_REQUEST = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = (*(d * 10**e for e in range(5) for d in (1, 2, 5)), 100_000, 200_000)
+_ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LAG = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+_FREE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class StepHistogram(Collector):
+    """A histogram for the event loop's hot path: many equal observations at once.
+
+    prometheus_client's own takes a lock for each observation; this one belongs to
+    one thread. As a collector it yields the same exposition.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, labels: tuple[str, str], buckets: Sequence[float]
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=_LABELS)
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), float(total)))
+        family.add_metric(self._labels, buckets, self._sum)
+        yield family
+
+
+class Metrics:
+    """All instruments of one frontend; its own registry, so tests can have many."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.model: ModelMetrics | None = None
+        """None until an engine has said what it serves."""
+        self._rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests turned away by an admission bound.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "pagewire_requests_refused",
+            "Generate calls that ended before the engine was given them, by error code.",
+            ("code",),
+            registry=self.registry,
+        )
+        self._rpcs = Counter(
+            "pagewire_rpcs_handled",
+            "RPCs by method and status code.",
+            ("method", "code"),
+            registry=self.registry,
+        )
+        for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            self._rejections.labels(reason)
+
+    def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        """A gauge that is read when it is scraped."""
+        Gauge(name, documentation, registry=self.registry).set_function(read)
+
+    def exposition(self) -> bytes:
+        """The text format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+    def engine_ready(self, ready: Ready) -> ModelMetrics:
+        if self.model is None or self.model.name != ready.model_name:
+            if self.model is not None:
+                self.model.unregister()
+            self.model = ModelMetrics(self.registry, ready.model_name)
+        self.model.engine_ready(ready)
+        return self.model
+
+    def admission_rejected(self, reason: RejectReason) -> None:
+        self._rejections.labels(reason).inc()
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def rpc_handled(self, method: str, code: str) -> None:
+        self._rpcs.labels(method, code).inc()
+
+
+class ModelMetrics:
+    """The instruments that carry the model's name, bound to their labels once."""
+
+    def __init__(self, registry: CollectorRegistry, name: str) -> None:
+        self.name = name
+        self._registry = registry
+        self._labels = (name, ENGINE)
+        self._collectors: list[Collector] = []
+        self._totals = (0, 0, 0)
+        self._totals_epoch = 0
+        self._init_engine()
+        self._init_requests()
+        self._init_steps()
+
+    def _init_engine(self) -> None:
+        self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting for the engine.")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Used KV blocks, 0 to 1.")
+        self._cache_config = Gauge(
+            "vllm:cache_config_info",
+            "The KV cache's shape.",
+            (*_LABELS, "block_size", "num_gpu_blocks"),
+            registry=self._registry,
+        )
+        self._collectors.append(self._cache_config)
+        self._preemptions = self._counter("vllm:num_preemptions", "Preemptions.")
+        self._prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        )
+        self._generation = self._counter("vllm:generation_tokens", "Output tokens.")
+
+    def _init_requests(self) -> None:
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests.")
+        self._prompt_cached = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens whose KV was cached."
+        )
+        success = Counter(
+            "vllm:request_success",
+            "Requests by outcome.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self._collectors.append(success)
+        self._outcomes = {r: success.labels(*self._labels, r) for r in FINISHED_REASONS}
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT
+        )
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to outcome.", _REQUEST
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Time waiting in the engine.", _REQUEST
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Start to first token.", _REQUEST
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", _REQUEST
+        )
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds", "Start to last token.", _REQUEST
+        )
+        self._request_prompt = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS
+        )
+        self._request_generation = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens of a request.", _TOKENS
+        )
+        self._max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "max_tokens of a request.", _TOKENS
+        )
+
+    def _init_steps(self) -> None:
+        self._itl = self._step(
+            "vllm:inter_token_latency_seconds", "Between a request's tokens.", _ITL
+        )
+        self._fine_itl = self._step(
+            "pagewire_inter_token_latency_seconds", "The same in finer buckets.", _FINE_ITL
+        )
+        self._iteration = self._step(
+            "vllm:iteration_tokens_total", "Tokens computed in a step.", _ITERATION
+        )
+        self._wire_lag = self._step(
+            "pagewire_wire_lag_seconds", "Engine's send to frontend's receive, one host.", _LAG
+        )
+        self._batch = self._step(
+            "pagewire_tokenizer_batch_rows", "Requests in a detokenize message.", _BATCH
+        )
+        self._detokenize = self._step(
+            "pagewire_detokenize_seconds", "A step's ids out to its text back.", _LAG
+        )
+        self._cancel_to_free = self._step(
+            "pagewire_cancel_to_free_seconds", "Abort sent to the engine's answer.", _FREE
+        )
+        self._abort_to_free = self._step(
+            "pagewire_abort_to_free_seconds", "Abort at the engine to blocks free.", _FREE
+        )
+
+    def unregister(self) -> None:
+        for collector in self._collectors:
+            self._registry.unregister(collector)
+
+    # The engine's side.
+
+    def engine_ready(self, ready: Ready) -> None:
+        self._cache_config.clear()
+        self._cache_config.labels(*self._labels, str(ready.block_size), str(ready.num_blocks)).set(
+            1
+        )
+
+    def engine_gone(self) -> None:
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.set(0)
+
+    def engine_stats(self, stats: StepStats, epoch: int) -> None:
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(kv_cache_usage(stats))
+        last = self._totals if epoch == self._totals_epoch else (0, 0, 0)
+        totals = (stats.total_preemptions, stats.prefix_cache_queries, stats.prefix_cache_hits)
+        if totals != last:
+            counters = (self._preemptions, self._prefix_queries, self._prefix_hits)
+            for counter, new, old in zip(counters, totals, last, strict=True):
+                counter.inc(max(0, new - old))
+        self._totals, self._totals_epoch = totals, epoch
+
+    def engine_step(self, stats: StepStats, num_output_tokens: int, lag_s: float) -> None:
+        if stats.num_batched_tokens:
+            self._iteration.observe(stats.num_batched_tokens)
+        if num_output_tokens:
+            self._generation.inc(num_output_tokens)
+        if 0 <= lag_s < _MAX_LAG_S:
+            self._wire_lag.observe(lag_s)
+        for seconds in stats.abort_to_free_s:
+            self._abort_to_free.observe(seconds)
+
+    def token_gaps(self, gaps: dict[float, int]) -> None:
+        """Gap in seconds -> number of requests whose token came after it."""
+        for gap, times in gaps.items():
+            self._itl.observe(gap, times)
+            self._fine_itl.observe(gap, times)
+
+    def abort_answered(self, seconds: float) -> None:
+        self._cancel_to_free.observe(seconds)
+
+    def batch_answered(self, num_rows: int, seconds: float) -> None:
+        self._batch.observe(num_rows)
+        self._detokenize.observe(seconds)
+
+    # A request's life.
+
+    def started(self, state: RequestState) -> None:
+        self._prompt.inc(len(state.prompt_ids))
+        self._prompt_cached.inc(state.num_cached_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def settled(self, state: RequestState, now: float) -> None:
+        """Once for each request that was admitted and not refused."""
+        self._outcomes[state.outcome].inc()
+        self._e2e.observe(now - state.arrived_at)
+        self._request_prompt.observe(len(state.prompt_ids))
+        self._request_generation.observe(len(state.output_ids))
+        if state.sampling is not None:
+            self._max_tokens.observe(state.sampling.max_tokens)
+        if state.started:
+            self._queue.observe(state.queue_s)
+        if state.first_token_at:
+            self._prefill.observe(state.prefill_s)
+            self._decode.observe(state.decode_s)
+            self._inference.observe(state.prefill_s + state.decode_s)
+
+    # Construction.
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        gauge = Gauge(name, documentation, _LABELS, registry=self._registry)
+        self._collectors.append(gauge)
+        return gauge.labels(*self._labels)
+
+    def _counter(self, name: str, documentation: str) -> Counter:
+        counter = Counter(name, documentation, _LABELS, registry=self._registry)
+        self._collectors.append(counter)
+        return counter.labels(*self._labels)
+
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(
+            name, documentation, _LABELS, buckets=buckets, registry=self._registry
+        )
+        self._collectors.append(histogram)
+        return histogram.labels(*self._labels)
+
+    def _step(self, name: str, documentation: str, buckets: Sequence[float]) -> StepHistogram:
+        histogram = StepHistogram(name, documentation, self._labels, buckets)
+        self._registry.register(histogram)
+        self._collectors.append(histogram)
+        return histogram
+
+
+def kv_cache_usage(stats: StepStats) -> float:
+    """Share of KV blocks that requests hold, 0 to 1."""
+    if stats.num_blocks == 0:
+        return 0.0
+    return min(1.0, max(0.0, 1 - stats.num_free_blocks / stats.num_blocks))

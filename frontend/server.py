@@ -1,0 +1,196 @@
+"""Builds the frontend's servers and carries them from start to drained exit.
+
+start -> (NOT_SERVING until engine and tokenizer are there) -> SERVING
+SIGTERM: NOT_SERVING, refuse new, finish running (drain_timeout), end the rest, exit 0
+a second signal: end at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from frontend.admin_servicer import AdminServicer
+from frontend.dispatcher import Dispatcher
+from frontend.health import HealthBoard
+from frontend.http import HttpServer
+from frontend.interceptors import Edge
+from frontend.metrics import Metrics
+from frontend.model_servicer import ModelServicer
+from frontend.reflection import add_reflection
+from frontend.servicer import InferenceServicer
+from frontend.tokenizer_servicer import TokenizerServicer
+from pagewire.errors import ConfigError, Unavailable
+from pagewire.obs import ready
+from pagewire.v1 import (
+    admin_pb2_grpc,
+    inference_pb2_grpc,
+    model_pb2_grpc,
+    tokenizer_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    from pagewire.config import FrontendConfig
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_SERVICES = (
+    "pagewire.v1.InferenceService",
+    "pagewire.v1.TokenizerService",
+    "pagewire.v1.ModelService",
+)
+ADMIN_SERVICES = ("pagewire.v1.AdminService",)
+HEALTH_SERVICE = "grpc.health.v1.Health"
+FLUSH_S = 1.0
+"""How long the last frames and statuses may take to leave after the drain."""
+
+
+class Frontend:
+    """One frontend process's servers, all in the running event loop."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self.metrics = Metrics()
+        self.health = HealthBoard(("", *PUBLIC_SERVICES), ADMIN_SERVICES)
+        self.dispatcher = Dispatcher(config, self.metrics, self.health)
+        self._http = HttpServer(config.host, config.http_port, self.metrics, self.health)
+        self._signals = 0
+        self._closed = False
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def start(self) -> None:
+        """Binds all ports. Raises ConfigError or BindError; does not wait for the engine."""
+        config = self._config
+        self._public = self._grpc_server((*PUBLIC_SERVICES, HEALTH_SERVICE))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(self.dispatcher), self._public
+        )
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
+            TokenizerServicer(self.dispatcher), self._public
+        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelServicer(self.dispatcher), self._public
+        )
+        self._admin = self._grpc_server((*ADMIN_SERVICES, HEALTH_SERVICE))
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(self.dispatcher, config.drain_timeout), self._admin
+        )
+        self.address = _bind(self._public, "port", config.host, config.port)
+        self.admin_address = _bind(self._admin, "admin_port", config.admin_host, config.admin_port)
+        await self._http.start()
+        await self.health.start()
+        await self.dispatcher.start()
+        await self._public.start()
+        await self._admin.start()
+        logger.info(
+            "listening: grpc %s, admin %s, http %s",
+            self.address,
+            self.admin_address,
+            self.http_address,
+        )
+
+    @property
+    def http_address(self) -> str:
+        return self._http.address
+
+    async def run(self) -> None:
+        """Serves until a signal, then drains. Raises what start() raises."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        await self.start()
+        announce = loop.create_task(self._announce(), name="announce")
+        await self._stop.wait()
+        announce.cancel()
+        await asyncio.gather(announce, return_exceptions=True)
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Finishes what runs, ends what does not finish, and closes everything."""
+        self.dispatcher.drain()
+        logger.info("draining %d requests", self.dispatcher.admission.requests)
+        idle = asyncio.ensure_future(self.dispatcher.wait_idle(self._config.drain_timeout))
+        hurry = asyncio.ensure_future(self._stop_now.wait())
+        await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, hurry):
+            task.cancel()
+        await asyncio.gather(idle, hurry, return_exceptions=True)
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what still runs with UNAVAILABLE and frees every port. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        unfinished = self.dispatcher.admission.requests
+        if unfinished:
+            logger.warning("ending %d unfinished requests", unfinished)
+            self.dispatcher.fail_all(
+                Unavailable("draining", "the server was shut down before the request ended")
+            )
+            await self.dispatcher.wait_idle(FLUSH_S)
+        # Watches of health never end by themselves: the grace is for the last trailers.
+        await asyncio.gather(self._public.stop(FLUSH_S / 2), self._admin.stop(FLUSH_S / 2))
+        await self._http.close()
+        await self.health.close()
+        await self.dispatcher.close()
+
+    async def _announce(self) -> None:
+        await self.health.wait_serving()
+        engine = self.dispatcher.engine.ready
+        ready.write_ready_file(
+            self._config.ready_file,
+            {
+                ready.GRPC: self.address,
+                ready.ADMIN: self.admin_address,
+                ready.HTTP: self.http_address,
+                ready.MODEL: engine.model_name if engine is not None else "",
+            },
+        )
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:
+            self._stop_now.set()
+
+    def _grpc_server(self, services: tuple[str, ...]) -> grpc.aio.Server:
+        max_message_bytes = self._config.max_message_mib * 2**20
+        server = grpc.aio.server(
+            interceptors=(Edge(self.metrics),),
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                # A port in use is an error, not a second listener on the same port.
+                ("grpc.so_reuseport", 0),
+                # Envoy and Go clients ping every 10 s and more, also without calls; the
+                # defaults would answer with too_many_pings (vllm-project/vllm#55102).
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # Finds clients that vanished without a FIN, so that their requests end.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+            ],
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, server)
+        if self._config.reflection:
+            add_reflection(server, services)
+        return server
+
+
+def _bind(server: grpc.aio.Server, setting: str, host: str, port: int) -> str:
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    bound = 0
+    with contextlib.suppress(RuntimeError):
+        bound = server.add_insecure_port(target)
+    if bound == 0:
+        raise ConfigError(f"{setting}: cannot bind {target}")
+    return f"{target.rpartition(':')[0]}:{bound}"

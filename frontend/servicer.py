@@ -1,0 +1,63 @@
+"""InferenceService: validate -> submit -> async for -> convert."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from frontend import convert
+from frontend.generation import Generation
+from frontend.interceptors import Context, current_call, send
+from frontend.validate import check_request_id, validate
+from pagewire.v1 import inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from frontend.dispatcher import Dispatcher
+    from frontend.request import Job
+    from pagewire.v1 import inference_pb2
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        job = self._job(request)
+        async with Generation(self._dispatcher, job, current_call().deadline) as generation:
+            output, finish = await generation.whole()
+        # Only now: until there is an answer, a failure stays Trailers-Only and retryable.
+        await send(context.send_initial_metadata(current_call().metadata))
+        return convert.generate_response(output, finish)
+
+    # A coroutine that writes, rather than a generator: a cancel then arrives here at
+    # the await, also in the middle of a write, and the request ends in that same turn.
+    async def GenerateStream(
+        self, request: inference_pb2.GenerateStreamRequest, context: Context
+    ) -> None:
+        job = self._job(request)
+        async with Generation(self._dispatcher, job, current_call().deadline) as generation:
+            await send(context.send_initial_metadata(current_call().metadata))
+            async for delta in generation:
+                await send(context.write(convert.delta_frame(delta)))
+            assert generation.finish is not None
+            await send(context.write(convert.final_frame(generation.finish)))
+
+    async def Cancel(
+        self, request: inference_pb2.CancelRequest, context: Context
+    ) -> inference_pb2.CancelResponse:
+        request_id = convert.cancel_id(request)
+        check_request_id(request_id)
+        self._dispatcher.cancel(request_id)
+        return convert.cancel_response()
+
+    def _job(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest
+    ) -> Job:
+        limits = self._dispatcher.limits()
+        default_id = current_call().request_id
+        # One x-request-id may cover several calls; their own ids must differ.
+        if self._dispatcher.is_in_flight(default_id):
+            default_id = f"{default_id[:111]}-{secrets.token_hex(8)}"
+        return validate(convert.generate_call(request), limits, default_id)

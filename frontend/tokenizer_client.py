@@ -1,0 +1,116 @@
+"""Unary calls to tokenizer_svc, with its failures as our errors.
+
+The long-lived stream for output text is in detokenize_stream.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from frontend import convert
+from frontend.request import ChatPrompt, TextPrompt
+from frontend.status import field_violation
+from pagewire.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MessageTooLarge,
+    PagewireError,
+    Unavailable,
+)
+from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from frontend.convert import TokenizerInfo
+    from frontend.request import Prompt
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+RETRY_AFTER_S = 1.0
+INFO_TIMEOUT_S = 2.0
+
+
+class TokenizerClient:
+    """One channel to tokenizer_svc, shared by everything that needs text."""
+
+    def __init__(self, address: str, *, max_message_bytes: int) -> None:
+        self._channel = grpc.aio.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.enable_http_proxy", 0),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 1000),
+                # No keepalive pings: a peer that vanished without a FIN is found by the
+                # detokenize stream's reply timeout, and a server may punish pings.
+            ],
+        )
+        # Generated stubs are untyped.
+        self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self.detokenizer: Any = detokenizer_pb2_grpc.DetokenizerServiceStub(self._channel)
+        self.num_tokenizing = 0
+        """Calls in flight."""
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def info(self) -> TokenizerInfo:
+        """Waits for the service. Raises grpc.RpcError after INFO_TIMEOUT_S."""
+        return convert.tokenizer_info(
+            await self.detokenizer.GetTokenizerInfo(
+                convert.tokenizer_info_request(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
+            )
+        )
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
+        """The prompt's ids. Raises InvalidRequest with the API's field, or Unavailable."""
+        if isinstance(prompt, TextPrompt):
+            call = self._tokenizer.Tokenize(convert.tokenize_request(prompt))
+        else:
+            call = self._tokenizer.ApplyChatTemplate(convert.chat_template_request(prompt))
+        return convert.token_ids(await self._finish(call, prompt))
+
+    async def proxy(self, method: str, request: object) -> Any:
+        """Passes a TokenizerService call of a client on; `model` is already checked."""
+        call = getattr(self._tokenizer, method)(convert.without_model(request))
+        return await self._finish(call, None)
+
+    async def _finish(self, call: Awaitable[T], prompt: Prompt | None) -> T:
+        self.num_tokenizing += 1
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error, prompt) from None
+        except asyncio.CancelledError:
+            call.cancel()  # type: ignore[attr-defined]
+            raise
+        finally:
+            self.num_tokenizing -= 1
+
+
+def _translate(error: grpc.aio.AioRpcError, prompt: Prompt | None) -> PagewireError:
+    code, message = error.code(), error.details() or ""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        field = field_violation(error)
+        if prompt is not None and not field.startswith(f"{prompt.field}."):
+            field = prompt.field
+        return InvalidRequest(field, message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLarge(message)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the deadline passed while the prompt was tokenized")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return Unavailable(
+            "tokenizer_dead", "the tokenizer is unavailable", retry_after=RETRY_AFTER_S
+        )
+    logger.error("tokenizer_svc answered %s: %s", code, message)
+    return InternalError("the tokenizer failed")
