@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python bench/tokenizer.py $(ARGS)
 
 protos: $(VENV)/.dev
 	$(BIN)/python scripts/gen_protos.py

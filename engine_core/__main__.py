@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class _Interrupted(BaseException):
-    """SIGTERM or SIGINT before there was anything to stop."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """The engine's exit status: 0 stopped by a signal, 1 crashed, 2 wrong
     configuration, 3 the model cannot be loaded."""
@@ -45,8 +41,6 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(EngineConfig, argv)
         setup_logging("engine", config.log_level, config.log_format)
         return _run(config)
-    except _Interrupted:
-        return 0
     except ConfigError as error:
         return _fail(error, 2)
     except ModelLoadError as error:
@@ -61,11 +55,18 @@ def _spin_briefly() -> None:
     libgomp reads it when torch is loaded, so this comes first.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise _Interrupted
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM or SIGINT while loading, when there is nothing to tell anybody.
+
+    An exception would be lost where Python swallows them (a weakref's callback,
+    say), and the signal with it. The next start removes the socket's file.
+    """
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h\n")  # the cursor that the progress bar hid
+    os._exit(0)
 
 
 def _fail(error: Exception, status: int) -> int:
