@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+# How long an example takes says more of the machine's load than of our code.
+hypothesis.settings.register_profile(
+    "pagewire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("pagewire")
 
 
 @pytest.fixture(autouse=True)
