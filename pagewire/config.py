@@ -72,6 +72,9 @@ class FrontendConfig(ProcessFields):
     """How long SIGTERM lets running requests go on."""
     engine_timeout: Seconds = 5.0
     """Silence of the engine after which it counts as gone."""
+    engine_restart_timeout: Annotated[float, Field(ge=0)] = 60.0
+    """How long running requests wait for a lost engine to come back, in seconds, to go
+    on there; 0 ends them at once."""
     stall_timeout: Seconds = 60.0
     """A step counter that stands still this long while work is running is a hang."""
     reflection: bool = True
@@ -106,6 +109,12 @@ class EngineConfig(ModelConfigFields, ProcessFields):
     """Sequences running in one step."""
     max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = None
     """Token budget of a step. Default: 512 on a CPU, 2048 on cuda."""
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    """Most tokens that one prompt gets in a step, so that other prompts get on beside
+    a long one and steps stay short for those that decode. 0 sets no such limit."""
+    scheduling_policy: Literal["fair", "priority"] = "fair"
+    """Who is next in the queue. fair: priority, then the tenant served least, then
+    the earliest deadline. priority: priority, then first come."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in a KV block."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

@@ -261,7 +261,7 @@ class _Stack:
         """Restarts a room that dies once all have been ready; the frontend, and a
         room that cannot start again as it is configured, end the server."""
         loop = asyncio.get_running_loop()
-        backoff = 1.0
+        backoff = 0.0
         while True:
             started = loop.time()
             status = await room.wait()
@@ -271,11 +271,12 @@ class _Stack:
             if not self._ready or room is self._frontend or status in _PERMANENT:
                 raise _RoomEnded(room.name, status)
             if loop.time() - started > _STEADY_S:
-                backoff = 1.0
-            logger.error("%s; starting it again in %g s", _ending(room.name, status), backoff)
+                backoff = 0.0
+            when = f"in {backoff:g} s" if backoff else "at once"
+            logger.error("%s; starting it again %s", _ending(room.name, status), when)
             room.kill_group()
             await asyncio.sleep(backoff)
-            backoff = min(backoff * 2, _MAX_BACKOFF_S)
+            backoff = min(max(1.0, backoff * 2), _MAX_BACKOFF_S)
             if self._stopping:
                 return
             await room.start()

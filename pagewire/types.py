@@ -3,8 +3,36 @@
 from __future__ import annotations
 
 import enum
+from typing import Final, Literal
 
 import msgspec
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens that can be reported at a position."""
+MAX_TENANT_CHARS = 128
+MAX_SEQUENCES = 64
+"""Sequences that one request can ask for."""
+
+ConstraintKind = Literal["json_schema", "regex", "grammar", "choice", "json_object"]
+MAX_CONSTRAINT_CHARS: Final[dict[ConstraintKind, int]] = {
+    "json_schema": 65_536,
+    "regex": 8192,
+    "grammar": 16_384,
+    "choice": 65_536,
+    "json_object": 0,
+}
+"""Of StructuredOutput.text. What is compiled recurses as deep as these nest."""
+MAX_JSON_WHITESPACE = 12
+"""White space that may stand between two JSON tokens, in characters."""
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the output's text must be as a whole. Equal ones are compiled once."""
+
+    kind: ConstraintKind
+    text: str
+    """A JSON schema, a regular expression in Rust's syntax, a grammar in llguidance's
+    Lark dialect, or a JSON array of the choices; empty for json_object."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -28,6 +56,24 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unsigned 64 bit, keys the counter-based random numbers."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Output tokens before which neither EOS nor a stop id is drawn."""
+    repetition_penalty: float = 1.0
+    """> 0; over prompt and output."""
+    presence_penalty: float = 0.0
+    """Over the output only."""
+    frequency_penalty: float = 0.0
+    """Over the output only."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token id sequences whose last id is never drawn after the others."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """None allows all."""
+    logprobs: int | None = None
+    """How many likeliest tokens to report beside each drawn one; None reports nothing."""
+    prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
 
 class FinishReason(enum.IntEnum):
@@ -38,7 +84,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 2
     """max_tokens or max_model_len."""
     ABORT = 3
-    """Cancelled, disconnected, past its deadline or drained."""
+    """Cancelled, past its deadline, drained, or lost with its connection."""
     ERROR = 4
     """The engine could not serve it; the message says why."""
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pagewire.cli.constraint import add_constraint
 from pagewire.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -72,8 +73,15 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
         "stop",
         "stop_token_ids",
         "ignore_eos",
+        "min_tokens",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "bad_words",
     )
     given = {name: getattr(options, name) for name in names}
+    if options.logit_bias is not None:
+        given["logit_bias"] = dict(options.logit_bias)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -103,9 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="start a server (its flags: pagewire serve --help)")
 
-    chat = commands.add_parser("chat", help="talk to a server's model")
+    # Small models wander off at temperature 1, and a talk wants an answer that ends.
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a server's model",
+        description="Talk to a server's model. Unless told otherwise it answers at "
+        "temperature 0.2 with top_p 0.9.",
+    )
     _add_connection(chat)
     _add_sampling(chat)
+    chat.set_defaults(temperature=0.2, top_p=0.9)
     chat.add_argument("--system", metavar="TEXT", help="The conversation's system message.")
 
     generate = commands.add_parser("generate", help="continue one prompt")
@@ -121,6 +136,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--json", action="store_true", help="Print the whole response once it is there."
     )
+    for flag, of in (("--logprobs", "an output token"), ("--prompt-logprobs", "a prompt token")):
+        generate.add_argument(
+            flag,
+            type=int,
+            metavar="K",
+            help=f"With --json: how likely {of} was, and the K likeliest in its place.",
+        )
+
+    add_constraint(generate)
 
     models = commands.add_parser("models", help="list what a server serves")
     _add_connection(models)
@@ -155,6 +179,34 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--stop-token-id", action="append", type=int, dest="stop_token_ids", metavar="ID"
     )
     group.add_argument("--ignore-eos", action="store_true", default=None)
+    group.add_argument("--min-tokens", type=int, metavar="N", help="Neither EOS nor a stop before.")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="Over prompt and output; 1 is none."
+    )
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="Over the output.")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="Over the output.")
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID=X",
+        help="Add X to a token's logit. Repeatable.",
+    )
+    group.add_argument(
+        "--bad-word",
+        action="append",
+        dest="bad_words",
+        metavar="TEXT",
+        help="Never draw this. Repeatable.",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=X, got {text!r}") from None
 
 
 def _seconds(text: str) -> float:

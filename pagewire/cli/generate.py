@@ -6,7 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from pagewire.cli import EXIT_OK, report, sampling_of
+from pagewire.cli import EXIT_OK, EXIT_USAGE, fail, report, sampling_of
+from pagewire.cli.constraint import constraint_of
 from pagewire.client import Ask, CallFailed, Client
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
+    if not options.json and _logprobs_of(options):
+        fail("--logprobs and --prompt-logprobs need --json")
+        return EXIT_USAGE
     with Client(options.address) as client:
         try:
             if options.json:
@@ -32,8 +36,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace) -> Ask:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    sampling = sampling_of(options)
+    sampling = sampling_of(options) | _logprobs_of(options) | constraint_of(options)
     if not (options.chat or options.system is not None):
         return Ask(prompt=prompt, model=options.model, sampling=sampling)
     system = [] if options.system is None else [("system", options.system)]
     return Ask(messages=[*system, ("user", prompt)], model=options.model, sampling=sampling)
+
+
+def _logprobs_of(options: argparse.Namespace) -> dict[str, int]:
+    given = {name: getattr(options, name) for name in ("logprobs", "prompt_logprobs")}
+    return {name: value for name, value in given.items() if value is not None}

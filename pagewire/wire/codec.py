@@ -143,6 +143,26 @@ def _check_step_output(output: StepOutput) -> None:
             raise WireError(f"finished.reason {finished.reason} is no FinishReason")
     for request_id in output.unknown_aborts:
         _check_id("unknown_aborts", request_id)
+    if output.logprobs:
+        _check_logprobs(output)
+
+
+def _check_logprobs(output: StepOutput) -> None:
+    counts = dict(
+        zip(unpack_request_ids(output.request_ids), unpack_counts(output.counts), strict=True)
+    )
+    for logprobs in output.logprobs:
+        num_new = counts.get(logprobs.request_id, 0)
+        if len(logprobs.output) not in (0, num_new):
+            raise WireError(
+                f"logprobs.output has {len(logprobs.output)} positions, but {num_new} ids are new"
+            )
+        for position in (*logprobs.output, *logprobs.prompt):
+            if len(position.top_ids) != len(position.top_logprobs):
+                raise WireError(
+                    f"logprobs: {len(position.top_ids)} top_ids but "
+                    f"{len(position.top_logprobs)} top_logprobs"
+                )
 
 
 def _check_id(field: str, value: int) -> None:

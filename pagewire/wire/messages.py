@@ -49,6 +49,13 @@ class Add(Message, frozen=True):
     """Remaining time when sent."""
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    skip_prefix_cache: bool = False
+    sample_index: int = 0
+    """Which of the sequences with this prompt and seed it is: each draws its own numbers."""
+    leader_id: int | None = None
+    """An earlier Add with the same prompt, whose blocks this one waits for and shares. One
+    that is not (or no longer) there is as good as none."""
 
 
 class Abort(Message, frozen=True):
@@ -93,7 +100,8 @@ class Ready(Message, frozen=True):
     max_num_batched_tokens: int
     pid: int
     default_sampling: dict[str, float]
-    """temperature, top_p, top_k, min_p from generation_config.json, if there."""
+    """temperature, top_p, top_k, min_p and repetition_penalty from
+    generation_config.json, those that are there."""
 
 
 class Started(Message, frozen=True):
@@ -102,6 +110,27 @@ class Started(Message, frozen=True):
     request_id: int
     num_cached_tokens: int
     queue_s: float
+
+
+class PositionLogprobs(Message, frozen=True):
+    """Raw-model log probabilities at one position; token_id is -1 where nothing precedes it."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the likeliest."""
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class RequestLogprobs(Message, frozen=True):
+    """For a request that asked: rides on the output with the tokens it describes."""
+
+    request_id: int
+    output: tuple[PositionLogprobs, ...] = ()
+    """One for each of the request's new ids in this output."""
+    prompt: tuple[PositionLogprobs, ...] = ()
+    """All prompt positions, once, with the first output token."""
 
 
 class Finished(Message, frozen=True):
@@ -119,6 +148,10 @@ class Finished(Message, frozen=True):
     num_preemptions: int = 0
     error: str = ""
     """One sentence for reason ERROR, with no prompt text in it."""
+    field: str = ""
+    """The request's field that caused an ERROR which its sender can mend."""
+    deadline_missed: bool = False
+    """For reason ABORT: its deadline passed, or could not be met any more."""
 
 
 class StepStats(Message, frozen=True):
@@ -161,6 +194,7 @@ class StepOutput(Message, frozen=True):
     finished: tuple[Finished, ...]
     unknown_aborts: tuple[int, ...]
     stats: StepStats
+    logprobs: tuple[RequestLogprobs, ...] = ()
 
 
 class Heartbeat(Message, frozen=True):

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagewire.cli import main
+from pagewire.v1 import common_pb2
 from tests.support.fake_inference import FakeInference, start_fake_inference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 Server = tuple[FakeInference, str]
 
@@ -65,6 +67,37 @@ def test_generate_prints_the_text_and_nothing_else(
     assert not request.HasField("model")
 
 
+def test_generate_passes_on_what_changes_logits(server: Server) -> None:
+    servicer, address = server
+    flags = "--min-tokens=2 --repetition-penalty=1.5 --presence-penalty=0.5"
+    flags += " --frequency-penalty=-0.25 --logit-bias=7=-1.5 --logit-bias 9=2 --bad-word=x"
+    assert main(["generate", "hi", f"--address={address}", *flags.split()]) == 0
+    sampling = servicer.requests[0].sampling_params
+    assert (sampling.min_tokens, sampling.repetition_penalty) == (2, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+    assert dict(sampling.logit_bias) == {7: -1.5, 9: 2.0}
+    assert list(sampling.bad_words) == ["x"]
+
+
+def test_generate_passes_on_what_constrains_the_text(server: Server, tmp_path: Path) -> None:
+    fake, address = server
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    for flags, expected in (
+        (["--choice=a b", "--choice=c"], {"choice": {"texts": ["a b", "c"]}}),
+        ([f"--json-schema={schema}"], {"json_schema": '{"type": "object"}'}),
+        (["--regex=a+"], {"regex": "a+"}),
+        (["--json-object"], {"json_object": True}),
+    ):
+        assert main(["generate", "hi", f"--address={address}", *flags]) == 0
+        sampling = fake.requests[-1].sampling_params
+        assert sampling.structured_output == common_pb2.StructuredOutput(**expected)
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--regex=a", "--json-object"])
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", f"--grammar={tmp_path / 'nowhere'}"])
+
+
 def test_generate_through_the_chat_template(server: Server, capfd: pytest.CaptureFixture) -> None:
     _servicer, address = server
     assert main(["generate", "hi", f"--address={address}", "--system=be brief"]) == 0
@@ -87,6 +120,17 @@ def test_generate_json_is_the_whole_response(
     assert response["outputs"][0]["text"] == "echo hi"
     assert (response["request_id"], response["model"]) == ("r1", "fake")
     assert int(response["seed"]) == (1 << 63) + 1
+
+
+def test_generate_json_asks_for_logprobs(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--logprobs=0", "--prompt-logprobs=3"]
+    assert main(["generate", "hi", f"--address={server[1]}", "--json", *flags]) == 0
+    sampling = server[0].requests[-1].sampling_params
+    assert sampling.HasField("logprobs")
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 3)
+    capfd.readouterr()
+    assert main(["generate", "hi", f"--address={server[1]}", flags[0]]) == 2
+    assert "need --json" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
@@ -132,6 +176,7 @@ def test_address_may_come_from_the_environment(
         (["generate"], "the following arguments are required: PROMPT"),
         (["generate", "x", "--temperature=warm"], "--temperature: invalid float value: 'warm'"),
         (["generate", "x", "--timeout=nan"], "--timeout: must be above 0, got nan"),
+        (["generate", "x", "--logit-bias=5"], "--logit-bias: must be ID=X, got '5'"),
         (["dance"], "COMMAND: invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND"),
     ],

@@ -32,7 +32,9 @@ from pagewire.wire.messages import (
     Hello,
     Output,
     Ping,
+    PositionLogprobs,
     Ready,
+    RequestLogprobs,
     ResetPrefixCache,
     ResetPrefixCacheReply,
     Started,
@@ -72,6 +74,14 @@ STEP_OUTPUT = StepOutput(
     finished=(Finished(3, int(FinishReason.STOP), stop_token_id=7), Finished(9, 4, error="no")),
     unknown_aborts=(4, U64),
     stats=STATS,
+    logprobs=(
+        RequestLogprobs(
+            3,
+            (PositionLogprobs(6, -0.5, 2, (9, 6), (-0.25, -0.5)), PositionLogprobs(7, -1.5, 1)),
+            (PositionLogprobs(-1, 0.0, 0), PositionLogprobs(8, -2.0, 40)),
+        ),
+        RequestLogprobs(U64, (), (PositionLogprobs(-1, 0.0, 0),)),
+    ),
 )
 COMMANDS: list[Command] = [
     Hello(1, U64, "ipc:///tmp/x"),
@@ -180,6 +190,18 @@ MALFORMED_OUTPUTS = {
     "negative started": ({"started": (Started(-1, 0, 0.0),)}, "started.request_id is negative"),
     "negative finished": ({"finished": (Finished(-1, 1),)}, "finished.request_id is negative"),
     "negative abort": ({"unknown_aborts": (-1,)}, "unknown_aborts is negative"),
+    "logprobs for too few ids": (
+        {"logprobs": (RequestLogprobs(3, (PositionLogprobs(6, -0.5, 2),)),)},
+        "logprobs.output has 1 positions, but 2 ids are new",
+    ),
+    "logprobs without ids": (
+        {"logprobs": (RequestLogprobs(77, (PositionLogprobs(6, -0.5, 2),)),)},
+        "but 0 ids are new",
+    ),
+    "a likely id without its logprob": (
+        {"logprobs": (RequestLogprobs(1, (), (PositionLogprobs(6, -0.5, 2, (1, 2), (-0.5,)),)),)},
+        "2 top_ids but 1 top_logprobs",
+    ),
 }
 
 
