@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine_core.core import EngineCore
     from engine_core.engine_builder import BuiltEngine
+    from engine_core.grammar.gate import GrammarGate
 
 _log = logging.getLogger(__name__)
 
@@ -85,19 +86,23 @@ def _run(config: EngineConfig) -> int:
         _log.info("commands on %s", endpoint)
         built = _build(config)
         epoch = secrets.randbits(64)
+        grammars = _make_grammars(built, config)
         process = EngineProcess(
-            _make_core(built, config, epoch),
+            _make_core(built, config, epoch, grammars),
             _ready(built, epoch),
             context,
             router,
             frontend_timeout=config.frontend_timeout,
         )
 
+        grammars.set_wake(process.wake)
+
         def announce() -> None:
             facts: dict[str, object] = {COMMANDS: endpoint, MODEL: built.model_name}
             write_ready_file(config.ready_file, facts)
 
         status = serve(process, announce)
+        grammars.close()
         context.term()
         return status
     finally:
@@ -114,10 +119,25 @@ def _build(config: EngineConfig) -> BuiltEngine:
         return build_engine(config, progress)
 
 
-def _make_core(built: BuiltEngine, config: EngineConfig, epoch: int) -> EngineCore:
+def _make_grammars(built: BuiltEngine, config: EngineConfig) -> GrammarGate:
+    from engine_core.grammar.compiler import GrammarCompiler
+    from engine_core.grammar.gate import GrammarGate
+    from engine_core.grammar.vocabulary import read_vocabulary
+
+    source = resolve_model(config.model, config.served_model_name)
+    compiler = GrammarCompiler(
+        lambda: read_vocabulary(source, built.vocab_size), built.eos_token_ids
+    )
+    return GrammarGate(compiler.compile)
+
+
+def _make_core(
+    built: BuiltEngine, config: EngineConfig, epoch: int, grammars: GrammarGate
+) -> EngineCore:
     from engine_core.core import EngineCore
     from engine_core.kv.manager import KVManager
     from engine_core.sched.limits import SchedulerLimits
+    from engine_core.sched.policy import make_policy
     from engine_core.sched.scheduler import Scheduler
 
     try:
@@ -127,11 +147,13 @@ def _make_core(built: BuiltEngine, config: EngineConfig, epoch: int) -> EngineCo
             max_model_len=built.max_model_len,
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         kv_manager = KVManager(built.num_blocks, built.block_size, config.enable_prefix_caching)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return EngineCore(Scheduler(limits, kv_manager), built.runner, epoch=epoch)
+    scheduler = Scheduler(limits, kv_manager, make_policy(config.scheduling_policy))
+    return EngineCore(scheduler, built.runner, epoch=epoch, grammars=grammars)
 
 
 def _ready(built: BuiltEngine, epoch: int) -> Ready:

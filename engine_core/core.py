@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine_core.grammar.gate import GrammarGate, compile_nothing
+from engine_core.grammar.grammar import BadConstraint
 from engine_core.request import Request, Status
+from engine_core.sched.deadline import DeadlineWatch, SpeedEstimate
+from engine_core.sched.followers import Followers, has_same_prompt
 from engine_core.sched.intake import Refused, read_add
-from engine_core.sched.queue import RequestHeap
 from pagewire.types import FinishReason
 from pagewire.wire.codec import pack_counts, pack_ids, pack_request_ids
-from pagewire.wire.messages import Finished, Started, StepOutput, StepStats
+from pagewire.wire.messages import (
+    Finished,
+    RequestLogprobs,
+    Started,
+    StepOutput,
+    StepStats,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +30,10 @@ if TYPE_CHECKING:
     from engine_core.runner.base import Runner
     from engine_core.sched.scheduler import Scheduler, StepOutcome
     from pagewire.wire.messages import Add
+
+_DEAD_END = (
+    "structured_output, allowed_token_ids, bad_words and min_tokens together leave no token to draw"
+)
 
 
 @dataclass(slots=True)
@@ -34,6 +47,7 @@ class _Outbox:
     finished: list[Finished] = field(default_factory=list)
     unknown_aborts: list[int] = field(default_factory=list)
     abort_to_free_s: list[float] = field(default_factory=list)
+    logprobs: list[RequestLogprobs] = field(default_factory=list)
 
 
 class EngineCore:
@@ -52,8 +66,10 @@ class EngineCore:
         *,
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarGate | None = None,
     ) -> None:
-        """epoch: random 64 bit, one per engine process life. clock: seconds, monotonic."""
+        """epoch: random 64 bit, one per engine process life. clock: seconds, monotonic.
+        grammars: where structured output is compiled; by default all of it is refused."""
         self.epoch = epoch
         self.step_id = 0
         """Steps finished; stands still while one runs."""
@@ -62,7 +78,11 @@ class EngineCore:
         self._clock = clock
         self._requests: dict[int, dict[int, Request]] = {}
         """frontend id -> request id -> unfinished request."""
-        self._deadlines = RequestHeap()
+        limits = scheduler.limits
+        self._speed = SpeedEstimate(limits.max_num_batched_tokens, limits.max_chunk)
+        self._deadlines = DeadlineWatch(self._speed, scheduler.count_uncached)
+        self._followers = Followers()
+        self._grammars = grammars if grammars is not None else GrammarGate(compile_nothing)
         self._outboxes: dict[int, _Outbox] = {}
         self._last_step_s = 0.0
         self._last_num_batched = 0
@@ -95,13 +115,53 @@ class EngineCore:
                 limits=self._scheduler.limits,
                 kv_manager=self._scheduler.kv_manager,
             )
+            self._queue(request, add.leader_id)
         except Refused as refusal:
             self._refuse(frontend_id, add.request_id, str(refusal))
             return
-        self._scheduler.add(request)
         self._requests.setdefault(frontend_id, {})[request.request_id] = request
-        if request.deadline_at is not None:
-            self._deadlines.push(request, (request.deadline_at, request.arrival_index))
+        self._deadlines.watch(request, received_at)
+
+    def _queue(self, request: Request, leader_id: int | None) -> None:
+        """Queues a request, now or once its leader has computed the prompt. Raises Refused."""
+        leader = None
+        if leader_id is not None:
+            leader = self._requests.get(request.frontend_id, {}).get(leader_id)
+        # Shared blocks have no logits, so who reports the prompt's computes it.
+        if leader is None or request.prompt_logprobs is not None:
+            self._enter(request)
+            return
+        if not has_same_prompt(leader, request):
+            raise Refused(f"leader_id {leader_id} is a request with another prompt or cache_salt")
+        self._scheduler.kv_manager.share(leader.table, request.table, request.num_prompt_tokens)
+        if leader.first_token_at is None:
+            self._followers.hold(leader, request)
+        else:
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """Queues a request, now or once what constrains it is compiled."""
+        if request.sampling.structured_output is None:
+            self._scheduler.add(request)
+        else:
+            self._grammars.enter(request)
+
+    def _take_compiled(self) -> None:
+        """Queues those whose constraint is there, and ends those whose is none."""
+        for request, result in self._grammars.take_ready():
+            if isinstance(result, BadConstraint):
+                wanted = request.sampling.structured_output
+                assert wanted is not None, request
+                request.move(Status.FAILED)
+                self._report_finished(
+                    request,
+                    self._clock(),
+                    str(result),
+                    f"sampling_params.structured_output.{wanted.kind}",
+                )
+            else:
+                request.grammar = result
+                self._scheduler.add(request)
 
     def abort(self, frontend_id: int, request_ids: Sequence[int], received_at: float) -> None:
         """Ends requests at once with an ABORT finish each; their blocks are free
@@ -128,7 +188,13 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether step() has something to compute or to tell."""
-        return bool(self._requests or self._outboxes)
+        # Not for those whose constraint is being compiled, nor for their followers.
+        return bool(
+            self._outboxes
+            or self._scheduler.has_unfinished()
+            or self._grammars.has_ready
+            or self._followers.has_due
+        )
 
     def step(self, poll: Callable[[], None]) -> dict[int, StepOutput]:
         """One turn: at most one launch, then one output per frontend concerned.
@@ -139,13 +205,19 @@ class EngineCore:
         """
         began_at = self._clock()
         self._expire_deadlines(began_at)
+        self._take_compiled()
+        for follower in self._followers.take_due():
+            self._enter(follower)
+        self._take_compiled()
         plan = self._scheduler.schedule(began_at)
         self._last_num_batched = self._scheduler.num_batched_tokens
         if plan.seqs:
             pending = self._runner.launch(plan)
             poll()
             result = pending.result()
-            self._deliver(self._scheduler.update(plan, result, self._clock()))
+            ended_at = self._clock()
+            self._speed.observe(self._last_num_batched, ended_at - began_at)
+            self._deliver(self._scheduler.update(plan, result, ended_at))
         else:
             poll()
         self._last_step_s = self._clock() - began_at
@@ -161,7 +233,7 @@ class EngineCore:
         kv_manager = scheduler.kv_manager
         return StepStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._followers) + len(self._grammars),
             num_blocks=kv_manager.num_usable_blocks,
             num_free_blocks=kv_manager.num_free_blocks,
             num_batched_tokens=self._last_num_batched,
@@ -179,30 +251,49 @@ class EngineCore:
         self._scheduler.check_integrity()
         num_here = sum(len(requests) for requests in self._requests.values())
         num_there = len(self._scheduler.running) + len(self._scheduler.waiting)
+        num_there += len(self._followers) + len(self._grammars)
         assert num_here == num_there, (num_here, num_there)
 
     def _expire_deadlines(self, now: float) -> None:
-        """Ends what nobody waits for any more, in the queue or running."""
-        while self._deadlines and self._deadlines.peek_key()[0] <= now:
-            self._end(self._deadlines.peek(), Status.ABORTED)
+        """Ends what nobody waits for any more, in the queue or running, and what
+        waits in vain."""
+        while (request := self._deadlines.next_late(now)) is not None:
+            self._end(request, Status.ABORTED, deadline_missed=True)
 
-    def _end(self, request: Request, status: Status, error: str = "") -> None:
+    def _end(
+        self,
+        request: Request,
+        status: Status,
+        error: str = "",
+        *,
+        deadline_missed: bool = False,
+    ) -> None:
         """Ends a request from outside of a step."""
-        self._scheduler.finish(request, status)
-        self._report_finished(request, self._clock(), error)
+        if self._followers.withdraw(request) or self._grammars.leave(request):
+            request.move(status)
+        else:
+            self._scheduler.finish(request, status)
+        self._report_finished(request, self._clock(), error, deadline_missed=deadline_missed)
 
     def _refuse(self, frontend_id: int, request_id: int, error: str) -> None:
         refusal = Finished(request_id=request_id, reason=int(FinishReason.ERROR), error=error)
         self._outbox(frontend_id).finished.append(refusal)
 
-    def _report_finished(self, request: Request, now: float, error: str = "") -> None:
+    def _report_finished(
+        self,
+        request: Request,
+        now: float,
+        error: str = "",
+        bad_field: str = "",
+        *,
+        deadline_missed: bool = False,
+    ) -> None:
         """The request's one terminal outcome; forgets the request."""
         mine = self._requests[request.frontend_id]
         del mine[request.request_id]
         if not mine:
             del self._requests[request.frontend_id]
-        if request.deadline_at is not None:
-            self._deadlines.remove(request)
+        self._deadlines.forget(request)
         reason = request.finish_reason
         assert reason is not None, request
         timings = request.timings(now)
@@ -217,6 +308,8 @@ class EngineCore:
                 decode_s=timings.decode,
                 num_preemptions=request.num_preemptions,
                 error=error,
+                field=bad_field,
+                deadline_missed=deadline_missed,
             )
         )
 
@@ -235,9 +328,15 @@ class EngineCore:
             outbox = self._outbox(request.frontend_id)
             outbox.request_ids.append(request.request_id)
             outbox.token_ids.append(token_id)
+        for drawn in outcome.logprobs:
+            self._outbox(drawn.request.frontend_id).logprobs.append(
+                RequestLogprobs(drawn.request.request_id, drawn.output, drawn.prompt)
+            )
         for request in outcome.finished:
             assert request.last_token_at is not None
             self._report_finished(request, request.last_token_at)
+        for request in outcome.dead_ends:
+            self._report_finished(request, self._clock(), _DEAD_END, "sampling_params")
 
     def _outbox(self, frontend_id: int) -> _Outbox:
         outbox = self._outboxes.get(frontend_id)
@@ -271,4 +370,5 @@ class EngineCore:
             finished=tuple(outbox.finished),
             unknown_aborts=tuple(outbox.unknown_aborts),
             stats=stats,
+            logprobs=tuple(outbox.logprobs),
         )

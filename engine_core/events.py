@@ -47,4 +47,9 @@ class Crashed:
     error: BaseException
 
 
-Event = Received | Opened | Lost | Stop | Crashed
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """Something outside of the queue has to be looked at."""
+
+
+Event = Received | Opened | Lost | Stop | Crashed | Woken

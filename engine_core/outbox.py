@@ -221,8 +221,8 @@ class Outbox:
     def _answer_lost_requests(self, session: Session) -> None:
         request_ids = self._unanswered.pop(session.frontend_id, None)
         if request_ids:
-            error = "the connection between frontend and engine was lost"
-            session.send(encode(self._finish_all(request_ids, FinishReason.ERROR, error)))
+            # ABORT: the frontend may send them again, as nothing is wrong with them.
+            session.send(encode(self._finish_all(request_ids, FinishReason.ABORT)))
 
     def _lose_if_broken(self, session: Session) -> None:
         if session.broken is not None:
@@ -251,9 +251,7 @@ class Outbox:
         while len(self._unanswered) > _MAX_REMEMBERED:
             self._unanswered.popitem(last=False)  # by now it is not coming back
 
-    def _finish_all(
-        self, request_ids: Iterable[int], reason: FinishReason, error: str = ""
-    ) -> StepOutput:
+    def _finish_all(self, request_ids: Iterable[int], reason: FinishReason) -> StepOutput:
         step, stats = self._pulse
         return StepOutput(
             epoch=self._ready.epoch,
@@ -263,9 +261,7 @@ class Outbox:
             counts=b"",
             token_ids=b"",
             started=(),
-            finished=tuple(
-                Finished(request_id, int(reason), error=error) for request_id in request_ids
-            ),
+            finished=tuple(Finished(request_id, int(reason)) for request_id in request_ids),
             unknown_aborts=(),
             stats=stats,
         )

@@ -18,7 +18,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine_core.events import Crashed, Event, Lost, Opened, Received, Stop
+from engine_core.events import Crashed, Event, Lost, Opened, Received, Stop, Woken
 from engine_core.inbox import Inbox
 from engine_core.outbox import HEARTBEAT_INTERVAL_S, Outbox
 from pagewire.wire.codec import unpack_request_ids
@@ -89,6 +89,10 @@ class EngineProcess:
         """Ends run() after the step at hand. Safe in any thread and signal handler."""
         self._events.put(Stop(reason))
 
+    def wake(self) -> None:
+        """Makes the loop ask the core for work. Safe in any thread."""
+        self._events.put(Woken())
+
     def run(self, on_serving: Callable[[], None] = lambda: None) -> int:
         """Serves until stopped; returns the exit status, 0 or 1.
 
@@ -146,6 +150,8 @@ class EngineProcess:
                 self._core.drop_frontend(frontend_id)
             case Stop() | Crashed():
                 self._stop = self._stop or event
+            case Woken():
+                pass
 
     def _apply_command(self, event: Received) -> None:
         frontend_id, command = event.frontend_id, event.command

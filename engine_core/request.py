@@ -10,7 +10,9 @@ from pagewire.types import FinishReason, Timings
 if TYPE_CHECKING:
     from array import array
 
+    from engine_core.grammar.grammar import Grammar
     from engine_core.kv.block_table import BlockTable
+    from engine_core.sched.logprobs import PromptLogprobs
     from pagewire.types import SamplingParams
 
 
@@ -58,6 +60,7 @@ class Request:
     """
 
     __slots__ = (
+        "admission_index",
         "arrival_index",
         "arrived_at",
         "deadline_at",
@@ -65,6 +68,7 @@ class Request:
         "first_scheduled_at",
         "first_token_at",
         "frontend_id",
+        "grammar",
         "last_token_at",
         "max_num_tokens",
         "num_cached_tokens",
@@ -72,12 +76,15 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "row",
+        "sample_index",
         "sampling",
         "status",
         "stop_ids",
         "table",
+        "tenant",
         "token_ids",
     )
 
@@ -90,8 +97,10 @@ class Request:
         num_prompt_tokens: int,
         sampling: SamplingParams,
         max_model_len: int,
+        sample_index: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         priority: int = 0,
+        tenant: str = "",
         arrived_at: float = 0.0,
         deadline_at: float | None = None,
     ) -> None:
@@ -107,7 +116,9 @@ class Request:
         """Prompt, then output; only appended to."""
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
+        self.sample_index = sample_index
         self.priority = priority
+        self.tenant = tenant
         self.max_num_tokens = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
         """Prompt and output at which it ends with LENGTH."""
         self.stop_ids = frozenset(sampling.stop_token_ids)
@@ -119,12 +130,19 @@ class Request:
         """The runner's row while RUNNING, else -1."""
         self.arrival_index = -1
         """Order of arrival, given by the scheduler."""
+        self.admission_index = -1
+        """Order of the first admission, kept over preemptions; -1 before it."""
         self.num_computed_tokens = 0
         """Leading tokens whose KV is in the cache, or will be once all plans made
         so far have run. Only the scheduler moves it."""
         self.num_cached_tokens = 0
         """Prompt tokens that the first admission found in the prefix cache."""
         self.num_preemptions = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """What is known of them until the first token takes them along; None where
+        they are not wanted (any more)."""
+        self.grammar: Grammar | None = None
+        """What its output must follow, compiled before it is queued."""
         self.finish_token_id: int | None = None
         """The stop token that ended it, for STOPPED."""
 

@@ -70,9 +70,9 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """One more table holds each of these cached blocks."""
+        """One more table holds each of these blocks, which are held or cached."""
         for block in blocks:
-            assert block.block_hash is not None, block
+            assert block.ref_cnt or block.block_hash is not None, block
             if block.ref_cnt == 0:
                 self._free.remove(block)
             block.ref_cnt += 1

@@ -23,9 +23,28 @@ class BlockTable:
         |  by others         |  yet registered | yet computed   |
     """
 
-    __slots__ = ("blocks", "cache_generation", "capacity", "hashes", "num_registered", "token_ids")
+    __slots__ = (
+        "blocks",
+        "cache_generation",
+        "capacity",
+        "donor",
+        "hashes",
+        "num_donated",
+        "num_registered",
+        "reads_cache",
+        "token_ids",
+        "writes_cache",
+    )
 
-    def __init__(self, token_ids: array[int], block_size: int, cache_salt: str) -> None:
+    def __init__(
+        self,
+        token_ids: array[int],
+        block_size: int,
+        cache_salt: str,
+        *,
+        reads_cache: bool = True,
+        writes_cache: bool = True,
+    ) -> None:
         self.blocks: list[Block] = []
         self.capacity = 0
         """Tokens that the blocks hold: len(blocks) * block_size."""
@@ -34,6 +53,14 @@ class BlockTable:
         self.cache_generation = -1
         """The prefix cache's generation when these blocks began to be filled."""
         self.hashes = BlockHashes(token_ids, block_size, cache_salt)
+        self.reads_cache = reads_cache
+        """Whether cached blocks may take the place of computing."""
+        self.writes_cache = writes_cache
+        """Whether its full blocks are offered to the prefix cache."""
+        self.donor: BlockTable | None = None
+        """Another sequence's, whose first num_donated blocks, while it holds them, are as
+        good as computed here."""
+        self.num_donated = 0
         self.token_ids = token_ids
         """The sequence's own growing array; read here, never written."""
 

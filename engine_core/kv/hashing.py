@@ -49,14 +49,15 @@ class BlockHashes:
     ids alone, so they outlive preemption.
     """
 
-    __slots__ = ("_block_size", "_hashes", "_parent", "_token_ids")
+    __slots__ = ("_block_size", "_hashes", "_parent", "_token_ids", "root")
 
     def __init__(self, token_ids: array[int], block_size: int, cache_salt: str) -> None:
         """token_ids: array of type code "i", only ever appended to."""
         self._token_ids = token_ids
         self._block_size = block_size
         self._hashes: list[bytes] = []
-        self._parent = root_hash(cache_salt)
+        self.root = root_hash(cache_salt)
+        self._parent = self.root
 
     def first(self, num_blocks: int) -> list[bytes]:
         """The hashes of at least the first num_blocks blocks; not to be changed.

@@ -11,6 +11,7 @@ from engine_core.kv.block_table import BlockTable
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Sequence
 
     from engine_core.kv.block import Block
 
@@ -89,12 +90,31 @@ class KVManager:
         """Blocks that num_tokens take: the quotient, rounded up."""
         return -(-num_tokens // self.block_size)
 
-    def new_table(self, token_ids: array[int], cache_salt: str = "") -> BlockTable:
+    def new_table(
+        self,
+        token_ids: array[int],
+        cache_salt: str = "",
+        *,
+        reads_cache: bool = True,
+        writes_cache: bool = True,
+    ) -> BlockTable:
         """An empty table for a sequence whose ids (type code "i") will grow."""
-        return BlockTable(token_ids, self.block_size, cache_salt)
+        return BlockTable(
+            token_ids,
+            self.block_size,
+            cache_salt,
+            reads_cache=reads_cache and self.enable_prefix_caching,
+            writes_cache=writes_cache and self.enable_prefix_caching,
+        )
+
+    def share(self, donor: BlockTable, table: BlockTable, num_tokens: int) -> None:
+        """From now on lookups of `table` find what `donor` holds of their first
+        num_tokens ids, which must be the same; with or without a prefix cache."""
+        table.donor = donor
+        table.num_donated = num_tokens // self.block_size
 
     def lookup(self, table: BlockTable) -> PrefixHit:
-        """The longest cached prefix of full blocks, never the whole sequence:
+        """The longest cached (or donated) prefix of full blocks, never the whole sequence:
         the last known token is always computed, since its logits are needed.
 
             0                num_cached                      num_tokens
@@ -102,15 +122,26 @@ class KVManager:
 
         Changes nothing: the hit is only good until the pool changes.
         """
-        if not self.enable_prefix_caching:
-            return NO_HIT
         limit = (table.num_tokens - 1) // self.block_size
-        blocks = self.pool.lookup(table.hashes.first(limit), limit)
-        return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
+        blocks: Sequence[Block] = ()
+        if table.reads_cache:
+            blocks = self.pool.lookup(table.hashes.first(limit), limit)
+        if table.donor is not None and len(blocks) < limit:
+            blocks = max(blocks, self._donated(table, table.donor)[:limit], key=len)
+        return PrefixHit(tuple(blocks), len(blocks) * self.block_size) if blocks else NO_HIT
 
-    def count_lookup(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+    def _donated(self, table: BlockTable, donor: BlockTable) -> Sequence[Block]:
+        """Only those that are computed: register_computed() has passed them."""
+        # KV from before a reset must not come back under the hashes of new blocks.
+        if donor.cache_generation != self._generation:
+            return ()
+        return donor.blocks[: min(donor.num_registered, table.num_donated)]
+
+    def count_lookup(
+        self, table: BlockTable, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
         """Counts a lookup whose request was admitted, once a request."""
-        if self.enable_prefix_caching:
+        if table.reads_cache:
             self.num_queried_tokens += num_prompt_tokens
             self.num_hit_tokens += num_cached_tokens
 
@@ -176,7 +207,7 @@ class KVManager:
         num_full = num_computed_tokens // self.block_size
         assert num_full <= len(table.blocks), (num_full, len(table.blocks))
         # After a reset, KV that was begun before it must not come back as a hit.
-        if self.enable_prefix_caching and table.cache_generation == self._generation:
+        if table.writes_cache and table.cache_generation == self._generation:
             hashes = table.hashes.first(num_full)
             for index in range(table.num_registered, num_full):
                 self.pool.register(table.blocks[index], hashes[index])

@@ -7,7 +7,7 @@ arXiv:2305.13245. SwiGLU: arXiv:2002.05202. RMSNorm: arXiv:1910.07467.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from engine_core.model.rope import cos_sin_table
 
@@ -28,6 +28,13 @@ class DecoderLayer:
     post_attention_norm: torch.Tensor  # [H]
     gate_up: LinearWeight  # [2I, H]
     down: LinearWeight  # [H, I]
+
+
+class HiddenStates(NamedTuple):
+    """After the last layer: their sum, normed, is what the head reads."""
+
+    x: torch.Tensor  # [T, H]
+    residual: torch.Tensor  # [T, H]
 
 
 class DecoderModel:
@@ -91,6 +98,14 @@ class DecoderModel:
 
         None where no token's logits are wanted (S = 0).
         """
+        tokens = inputs.sampling_tokens
+        hidden = self.hidden_states(inputs, kv_caches)
+        if tokens is not None and tokens.shape[0] == 0:
+            return None
+        return self.logits(hidden, tokens)
+
+    def hidden_states(self, inputs: ModelInput, kv_caches: KVCaches) -> HiddenStates:
+        """Of all T tokens; writes the batch's KV to kv_caches."""
         ops, eps = self._ops, self.config.rms_norm_eps
         num_tokens, head_dim = inputs.input_ids.shape[0], self.config.head_dim
         residual = ops.embedding(inputs.input_ids, self._embedding)
@@ -109,10 +124,13 @@ class DecoderModel:
             x = ops.linear(attended.view(num_tokens, -1), layer.attention_out)
             x = ops.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-        if inputs.sampling_tokens is not None:
-            if inputs.sampling_tokens.shape[0] == 0:
-                return None
-            x, residual = x[inputs.sampling_tokens], residual[inputs.sampling_tokens]
+        return HiddenStates(x, residual)
+
+    def logits(self, hidden: HiddenStates, tokens: torch.Tensor | None) -> torch.Tensor:
+        """[S, V] of tokens [S] int64, which leaves hidden as it is; None means all
+        tokens and uses hidden up."""
+        ops, eps = self._ops, self.config.rms_norm_eps
+        x, residual = hidden if tokens is None else (hidden.x[tokens], hidden.residual[tokens])
         return ops.linear(ops.add_rms_norm(x, residual, self._norm, eps), self._head)
 
 

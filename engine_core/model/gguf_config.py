@@ -17,7 +17,13 @@ T = TypeVar("T")
 _ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_SAMPLING_KEYS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 _PLAIN_TYPES: dict[str, CheckpointDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

@@ -79,6 +79,16 @@ class GgufFile:
                 f"{path}: header text is not UTF-8 near byte {self._at}"
             ) from error
 
+    def read_array(self, key: str) -> list[Value]:
+        """A metadata array of any length. Raises ModelLoadError if there is none."""
+        if key not in self._value_starts:
+            raise ModelLoadError(f"{self.path}: {key} is missing")
+        self._at = self._value_starts[key]
+        if self._scalar("I") != _ARRAY:
+            raise ModelLoadError(f"{self.path}: {key} is not an array")
+        kind, length = self._scalar("I"), self._scalar("Q")
+        return [self._value(kind) for _ in range(length)]
+
     def _read_header(self) -> None:
         if self.bytes[:4] != _MAGIC:
             raise ModelLoadError(
@@ -92,8 +102,10 @@ class GgufFile:
             )
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
         self.metadata: dict[str, Value] = {}
+        self._value_starts: dict[str, int] = {}
         for _ in range(num_pairs):
             key = self._string()
+            self._value_starts[key] = self._at
             self.metadata[key] = self._value(self._scalar("I"))
         infos = [self._tensor_info() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

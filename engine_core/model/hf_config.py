@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _STORED_DTYPES = ("float32", "float16", "bfloat16")
 
 

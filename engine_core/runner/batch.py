@@ -159,6 +159,7 @@ class BatchBuilder:
         arrays["top_p"][:num] = top_p
         arrays["min_p"][:num] = min_p
         arrays["seed"][:num] = state.seed[rows].view(np.int64)
+        arrays["sample_index"][:num] = state.sample_index[rows]
         arrays["position"][:num] = state.num_tokens[rows] - state.num_prompt_tokens[rows]
         return SamplingBatch(
             temperature=staging.take("temperature", num),
@@ -203,7 +204,6 @@ class _StagingSet:
         for name, dtype in per_seq.items():
             self.tensors[name] = device.host_buffer([max_num_seqs], dtype)
         self.arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
-        self.arrays["sample_index"][:] = 0
         self.fence: Fence | None = None
 
     def wait(self) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from engine_core.runner.batch import BatchBuilder
+from engine_core.runner.logits import LogitsProcessors
+from engine_core.runner.logprobs import StepReporter
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows
 from engine_core.sched.plan import StepResult
@@ -52,6 +54,9 @@ class ModelRunner:
         self._kv_caches = kv_caches
         self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
         self._builder = BatchBuilder(self._rows, device, max_num_seqs, max_num_batched_tokens)
+        self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids)
+        self._unread: list[PendingModelStep] = []
+        """Steps whose ids may still be on the device only."""
         self._max_num_batched_tokens = max_num_batched_tokens
         # Where ids are fetched late, the next step reads them here.
         self._last_ids = (
@@ -69,42 +74,76 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingModelStep:
         self._rows.apply(plan)
+        self._processors.follow(plan)
         if not plan.seqs:
-            return PendingModelStep(self._rows, np.empty(0, np.int64), None)
+            return PendingModelStep(self._rows, np.empty(0, np.int64), None, None)
         batch = self._builder.build(plan)
         if batch.late is not None:
             assert self._last_ids is not None
             batch.inputs.input_ids[batch.late.tokens] = self._last_ids[batch.late.rows]
-        logits = self._model.forward(batch.inputs, self._kv_caches)
-        if logits is None or batch.sampling is None:
-            return PendingModelStep(self._rows, batch.sampling_rows, None)
-        sampled = self._ops.sample(logits, batch.sampling)
+        reporter = StepReporter(plan, self._rows, self._device)
+        hidden = self._model.hidden_states(batch.inputs, self._kv_caches)
+        reporter.read_prompts(self._model, hidden)
+        if batch.sampling is None:
+            return PendingModelStep(self._rows, batch.sampling_rows, None, reporter)
+        logits = self._model.logits(hidden, batch.inputs.sampling_tokens)
+        reporter.keep(logits)
+        if self._processors.concern(batch.sampling_rows):
+            self._read_all()
+        processed = self._processors.process(logits, batch.sampling_rows)
+        sampled = self._ops.sample(processed.logits, batch.sampling)
+        reporter.read_sampled(sampled)
         if self._last_ids is not None:
             rows = torch.from_numpy(batch.sampling_rows).to(self._device.torch_device)
             self._last_ids[rows] = sampled
-        pending = PendingModelStep(self._rows, batch.sampling_rows, self._device.fetch(sampled))
+        fetch = self._device.fetch(processed.mark_dead_ends(sampled))
+        pending = PendingModelStep(self._rows, batch.sampling_rows, fetch, reporter)
         if self._device.is_synchronous:
             pending.result()
+        else:
+            self._unread = [step for step in self._unread if not step.is_read]
+            self._unread.append(pending)
         return pending
+
+    def _read_all(self) -> None:
+        """Waits for the ids that earlier steps have drawn: penalties and bad words
+        depend on them. The device is at the current step's model meanwhile."""
+        for step in self._unread:
+            step.result()
+        self._unread.clear()
 
 
 class PendingModelStep:
     """Counts the sampled tokens in their rows at once, and fills in the ids when they arrive."""
 
-    def __init__(self, rows: Rows, sampling_rows: np.ndarray, fetch: Fetch | None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        sampling_rows: np.ndarray,
+        fetch: Fetch | None,
+        reporter: StepReporter | None,
+    ) -> None:
         self._rows = rows
         self._sampling_rows = sampling_rows
         self._fetch = fetch
-        self._result = None if fetch else StepResult((), ())
+        self._reporter = reporter
+        self._result: StepResult | None = None
         if fetch is not None:
             self._tenancy = rows.tenancy[sampling_rows]
             self._positions = rows.num_tokens[sampling_rows]
             rows.append_unresolved(sampling_rows)
 
+    @property
+    def is_read(self) -> bool:
+        return self._result is not None
+
     def result(self) -> StepResult:
         if self._result is None:
-            assert self._fetch is not None
-            ids = self._fetch.wait().numpy()
-            self._rows.resolve(self._sampling_rows, self._tenancy, self._positions, ids)
-            self._result = StepResult(tuple(self._sampling_rows.tolist()), tuple(ids.tolist()))
+            ids: tuple[int, ...] = ()
+            if self._fetch is not None:
+                fetched = self._fetch.wait().numpy()
+                self._rows.resolve(self._sampling_rows, self._tenancy, self._positions, fetched)
+                ids = tuple(fetched.tolist())
+            logprobs = None if self._reporter is None else self._reporter.result(ids)
+            self._result = StepResult(tuple(self._sampling_rows.tolist()), ids, logprobs)
         return self._result

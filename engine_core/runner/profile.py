@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.model.inputs import ModelInput
+from engine_core.runner.logprobs import sliced_report
 from kernels.ops import AttentionBatch, SamplingBatch
+from pagewire.types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from engine_core.model.decoder import DecoderModel
@@ -59,7 +61,11 @@ def run_dummy_step(
     )
     logits = model.forward(inputs, kv_caches)
     assert logits is not None
-    ops.sample(logits, _sampling_batch(num_seqs, device))
+    raw = logits.clone()  # as if every row wanted logprobs
+    sampled = ops.sample(logits, _sampling_batch(num_seqs, device))
+    # Penalties and masks work on a float32 copy.
+    ops.sample(logits.to(torch.float32, copy=True), _sampling_batch(num_seqs, device))
+    sliced_report(raw, sampled, min(MAX_LOGPROBS, raw.shape[1]))
 
 
 def _sampling_batch(num: int, device: torch.device) -> SamplingBatch:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 UNRESOLVED = -1
 """Stands for a sampled id that is still on the device."""
 
+NOT_ASKED = -1
+
 
 class Rows:
     """One row per running sequence, as columns of numpy arrays.
@@ -36,6 +38,13 @@ class Rows:
         self.top_p = np.ones(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.sample_index = np.zeros(max_num_seqs, np.int32)
+        # How many likeliest tokens to report, or NOT_ASKED.
+        self.logprobs = np.full(max_num_seqs, NOT_ASKED, np.int32)
+        self.prompt_logprobs = np.full(max_num_seqs, NOT_ASKED, np.int32)
+        self.prompt_logprobs_from = np.zeros(max_num_seqs, np.int64)
+        self.asking: set[int] = set()
+        """Held rows that want logprobs of either kind."""
         # Counts the sequences a row has held, so that an id fetched late does not land in
         # the next one.
         self.tenancy = np.zeros(max_num_seqs, np.int64)
@@ -59,6 +68,7 @@ class Rows:
         self.block_table[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = 0
         self.tenancy[row] += 1
+        self.asking.discard(row)
 
     def _add(self, new: NewSeq) -> None:
         row, params = new.row, new.sampling
@@ -72,6 +82,21 @@ class Rows:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = params.seed
+        self.sample_index[row] = new.sample_index
+        self._ask_logprobs(new)
+
+    def _ask_logprobs(self, new: NewSeq) -> None:
+        row, params = new.row, new.sampling
+        self.logprobs[row] = NOT_ASKED
+        self.prompt_logprobs[row] = NOT_ASKED
+        if params.logprobs is not None:
+            self.logprobs[row] = params.logprobs
+            self.asking.add(row)
+        if new.prompt_logprobs_from is not None:
+            assert params.prompt_logprobs is not None, row
+            self.prompt_logprobs[row] = params.prompt_logprobs
+            self.prompt_logprobs_from[row] = new.prompt_logprobs_from
+            self.asking.add(row)
 
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         start = self.num_blocks[row]

@@ -7,6 +7,10 @@ from array import array
 from typing import TYPE_CHECKING
 
 from engine_core.request import Request
+from engine_core.sched.logits_params import find_fault
+from engine_core.sched.logprobs import PromptLogprobs
+from engine_core.sched.structured_output import find_constraint_fault
+from pagewire.types import MAX_LOGPROBS, MAX_TENANT_CHARS
 from pagewire.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
@@ -15,8 +19,8 @@ if TYPE_CHECKING:
     from pagewire.types import SamplingParams
     from pagewire.wire.messages import Add
 
-_INT32 = range(-(2**31), 2**31)
 _UINT64 = range(2**64)
+_INT31 = range(2**31)
 
 
 class Refused(Exception):
@@ -37,25 +41,44 @@ def read_add(
     The frontend has checked most of this already; a request that came past
     those checks must still not be able to hurt the others.
     """
-    _check_sampling(add.sampling)
+    _check_sampling(add.sampling, limits.vocab_size)
+    fault = find_constraint_fault(add.sampling, limits.eos_token_ids)
+    if fault is not None:
+        raise Refused(fault)
+    _check_tenant(add.tenant)
+    if add.sample_index not in _INT31:
+        raise Refused(f"sample_index is {add.sample_index}, must be from 0 to {_INT31[-1]}")
     try:
         token_ids = array("i", unpack_ids(add.token_ids))
     except ValueError as error:
         raise Refused(f"token_ids: {error}") from error
     num_prompt_tokens = _check_ids(add, token_ids, limits)
     _check_room(num_prompt_tokens, add.sampling.max_tokens, limits, kv_manager)
-    return Request(
+    # A replay brings output of an earlier engine, which has told the prompt's with it.
+    wants_prompt = add.sampling.prompt_logprobs is not None and add.num_output_tokens == 0
+    request = Request(
         frontend_id=frontend_id,
         request_id=add.request_id,
-        table=kv_manager.new_table(token_ids, add.cache_salt),
+        table=kv_manager.new_table(
+            token_ids,
+            add.cache_salt,
+            # A hit has no logits.
+            reads_cache=not (add.skip_prefix_cache or wants_prompt),
+            writes_cache=not add.skip_prefix_cache,
+        ),
         num_prompt_tokens=num_prompt_tokens,
         sampling=add.sampling,
         max_model_len=limits.max_model_len,
+        sample_index=add.sample_index,
         eos_token_ids=limits.eos_token_ids,
         priority=add.priority,
+        tenant=add.tenant,
         arrived_at=received_at,
         deadline_at=_deadline_at(add.deadline_ms, received_at),
     )
+    if wants_prompt:
+        request.prompt_logprobs = PromptLogprobs()
+    return request
 
 
 def _check_ids(add: Add, token_ids: array[int], limits: SchedulerLimits) -> int:
@@ -99,7 +122,7 @@ def _check_room(
         )
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     # Written so that NaN fails every comparison.
     if sampling.max_tokens < 1:
         raise Refused(f"max_tokens is {sampling.max_tokens}, must be at least 1")
@@ -113,9 +136,21 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise Refused(f"min_p is {sampling.min_p}, must be from 0 to 1")
     if sampling.seed not in _UINT64:
         raise Refused(f"seed is {sampling.seed}, must be an unsigned 64-bit number")
-    for stop_id in sampling.stop_token_ids:
-        if stop_id not in _INT32:
-            raise Refused(f"stop_token_ids holds {stop_id}, must be 32-bit numbers")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise Refused(f"{name} is {count}, must be from 0 to {MAX_LOGPROBS}")
+    fault = find_fault(sampling, vocab_size)
+    if fault is not None:
+        raise Refused(fault)
+
+
+def _check_tenant(tenant: str) -> None:
+    # The name outlives the request, and there may be many.
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise Refused(
+            f"tenant has {len(tenant)} characters, at most {MAX_TENANT_CHARS} are allowed"
+        )
 
 
 def _deadline_at(deadline_ms: float | None, received_at: float) -> float | None:

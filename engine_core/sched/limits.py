@@ -17,11 +17,27 @@ class SchedulerLimits:
     """Prompt plus output, in tokens."""
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    long_prefill_token_threshold: int = 0
+    """Most tokens that one prompt gets in a step, so that others get some too; 0 sets
+    no such limit."""
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens that one prompt can get in a step."""
+        return min(
+            self.long_prefill_token_threshold or self.max_num_batched_tokens,
+            self.max_num_batched_tokens,
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, "
+                "must be at least 0"
+            )
         if self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}, "

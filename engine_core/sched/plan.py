@@ -7,13 +7,20 @@ table and sampling parameters) and never sees a Request. Rows are numbers in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine_core.grammar.grammar import Grammar
     from pagewire.types import SamplingParams
+    from pagewire.wire.messages import PositionLogprobs
+
+NO_TOKEN = -1
+"""Stands for the id of a row whose own masks leave nothing to draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,12 @@ class NewSeq:
     """All known ids: prompt, then output so far."""
     num_prompt_tokens: int
     sampling: SamplingParams
+    prompt_logprobs_from: int | None = None
+    """The first prompt position whose logprobs are still wanted; None wants none."""
+    grammar: Grammar | None = None
+    """What the output must follow."""
+    sample_index: int = 0
+    """Tells the draws of sequences with the same prompt and seed apart."""
 
 
 class SeqStep(msgspec.Struct, frozen=True, gc=False):
@@ -62,8 +75,29 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Logprobs of prompt tokens [first, first + len(positions))."""
+
+    first: int
+    positions: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Of the model itself, by row, for the rows that asked: log softmax of the
+    logits before temperature, penalties, masks and filters, in float32."""
+
+    output: Mapping[int, PositionLogprobs] = field(default_factory=dict)
+    """Of the tokens drawn."""
+    prompt: Mapping[int, PromptChunk] = field(default_factory=dict)
+    """Of the prompt tokens that this step's logits predict."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled ids for the rows whose SeqStep.samples is set, in plan order."""
+    """Sampled ids (or NO_TOKEN) for the rows whose SeqStep.samples is set, in plan order."""
 
     rows: tuple[int, ...]
     token_ids: tuple[int, ...]
+    logprobs: StepLogprobs | None = None
+    """None where no row asked."""

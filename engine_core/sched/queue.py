@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine_core.request import Request
-    from engine_core.sched.policy import Key, Policy
+
+Key = tuple[float, ...]
+"""Compared as tuples; the smaller goes first."""
+
+
+class Order(Protocol):
+    """Keys must be fixed while a request waits, and differ between requests."""
+
+    def waiting_key(self, request: Request) -> Key: ...
 
 
 class _Entry:
@@ -92,10 +100,10 @@ class RequestHeap:
 
 
 class WaitingQueue:
-    """Requests that wait to be admitted, in the policy's order."""
+    """Requests that wait to be admitted, in an order of fixed keys."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, order: Order) -> None:
+        self._order = order
         self._heap = RequestHeap()
 
     def __len__(self) -> int:
@@ -108,7 +116,7 @@ class WaitingQueue:
         return iter(self._heap)
 
     def push(self, request: Request) -> None:
-        self._heap.push(request, self._policy.waiting_key(request))
+        self._heap.push(request, self._order.waiting_key(request))
 
     def peek(self) -> Request:
         """Who is next; the queue must not be empty."""

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from engine_core.request import Request, Status
 from engine_core.sched.limits import SchedulerLimits
-from engine_core.sched.plan import NewSeq, SeqStep, StepPlan, StepResult
-from engine_core.sched.policy import PriorityPolicy
-from engine_core.sched.queue import WaitingQueue
+from engine_core.sched.logprobs import take_logprobs
+from engine_core.sched.plan import NO_TOKEN, NewSeq, SeqStep, StepPlan, StepResult
+from engine_core.sched.policy import FairPolicy
 from engine_core.sched.stop import end_status
 
 if TYPE_CHECKING:
     from engine_core.kv.manager import KVManager
+    from engine_core.sched.logprobs import DrawnLogprobs
     from engine_core.sched.policy import Policy
 
 __all__ = ["Scheduler", "SchedulerLimits", "StepOutcome"]
@@ -33,6 +34,10 @@ class StepOutcome:
     """Drew a token; parallel to token_ids."""
     token_ids: list[int] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    dead_ends: list[Request] = field(default_factory=list)
+    """FAILED: their masks left no token to draw."""
+    logprobs: list[DrawnLogprobs] = field(default_factory=list)
+    """Of those among `sampled` that asked."""
 
 
 @dataclass(slots=True)
@@ -106,8 +111,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.kv_manager = kv_manager
-        self.policy: Policy = policy if policy is not None else PriorityPolicy()
-        self.waiting = WaitingQueue(self.policy)
+        self.policy: Policy = policy if policy is not None else FairPolicy()
+        self.waiting = self.policy.waiting
         self.running: list[Request] = []
         """In the policy's running order: the last one is preempted first."""
         self.step = 0
@@ -119,6 +124,7 @@ class Scheduler:
         self.total_output_tokens = 0
         self.total_preemptions = 0
         self._num_arrived = 0
+        self._num_admitted = 0
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._rows_to_forget: list[int] = []
         """Freed, and the runner has not been told yet."""
@@ -142,6 +148,7 @@ class Scheduler:
             self._leave_row(request)
         else:
             self.waiting.remove(request)
+        self.policy.ended(request)
         request.move(status)
 
     def has_unfinished(self) -> bool:
@@ -170,6 +177,7 @@ class Scheduler:
         running = Status.RUNNING
         started = [request for request in in_flight.started if request.status is running]
         outcome = StepOutcome(started)
+        outcome.logprobs = take_logprobs(in_flight.requests, plan.seqs, result)
         drawn = iter(zip(result.rows, result.token_ids, strict=True))
         for request, seq in zip(in_flight.requests, plan.seqs, strict=True):
             token_id = None
@@ -183,9 +191,16 @@ class Scheduler:
                 self._take_token(request, token_id, now, outcome)
         assert next(drawn, None) is None, f"step {plan.step} has drawn more than was asked"
         self.total_output_tokens += len(outcome.token_ids)
-        if outcome.finished:
+        self.policy.drawn(outcome.sampled)
+        for request in (*outcome.finished, *outcome.dead_ends):
+            self.policy.ended(request)
+        if outcome.finished or outcome.dead_ends:
             self.running = [request for request in self.running if request.status is running]
         return outcome
+
+    def count_uncached(self, request: Request) -> int:
+        """Tokens that a waiting request would have to compute if it were admitted now."""
+        return request.num_tokens - self.kv_manager.lookup(request.table).num_cached_tokens
 
     def check_integrity(self) -> None:
         """Compares blocks, tables, rows and queues. Raises IntegrityError or
@@ -224,12 +239,14 @@ class Scheduler:
 
     def _grow_prefills(self, draft: _Draft) -> None:
         """The next chunk of each running prompt, as far as the budget goes."""
+        max_chunk = self.limits.max_chunk
         for request in draft.prefills:
             if not draft.budget:
                 break
             if request.status is not Status.RUNNING:
                 continue
-            num_new = min(request.num_tokens - request.num_computed_tokens, draft.budget)
+            num_left = request.num_tokens - request.num_computed_tokens
+            num_new = min(num_left, max_chunk, draft.budget)
             new_block_ids = self._room_for(request, request.num_computed_tokens + num_new, draft)
             if new_block_ids is not None:
                 draft.add(request, num_new, new_block_ids)
@@ -268,20 +285,27 @@ class Scheduler:
         # Right after a preemption the pool has no room to speak of.
         if draft.preempted or not self.waiting:
             return
+        owed = sum(map(self._owed, draft.prefills))
         while self.waiting and draft.budget and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.peek()
             hit = self.kv_manager.lookup(request.table)
-            num_new = min(request.num_tokens - hit.num_cached_tokens, draft.budget)
-            # Room for a whole prompt is asked for, and a prompt that gets only a part
-            # of it now has used up the budget: no two ever count on the same blocks.
-            reserve = self._watermark() if self.running else 0
+            num_left = request.num_tokens - hit.num_cached_tokens
+            num_new = min(num_left, self.limits.max_chunk, draft.budget)
+            # Room for a whole prompt is asked for, beside what the prompts in chunks
+            # are still owed: no two ever count on the same blocks.
+            reserve = owed + self._watermark() if self.running else 0
             block_ids = self.kv_manager.admit(request.table, hit, num_new, reserve)
             if block_ids is None:
                 break
             self.waiting.pop()
             self._enter_row(request, hit.num_cached_tokens, draft, now)
             draft.add(request, num_new, block_ids)
+            owed += self._owed(request)
         assert self.running or not self.waiting, "a request that fits alone was not admitted"
+
+    def _owed(self, request: Request) -> int:
+        """Blocks that its known ids will take beyond those it has."""
+        return self.kv_manager.blocks_for(request.num_tokens) - len(request.table.blocks)
 
     def _watermark(self) -> int:
         """Blocks that an admission leaves free, so that it does not force a
@@ -294,17 +318,29 @@ class Scheduler:
         """From the queue to a row, with num_cached tokens of KV found."""
         if request.first_scheduled_at is None:
             request.first_scheduled_at = now
+            request.admission_index = self._num_admitted
+            self._num_admitted += 1
+            self.policy.admitted(request, request.num_tokens - num_cached)
             # On a replay the hit may reach into the output.
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
-            self.kv_manager.count_lookup(request.num_prompt_tokens, request.num_cached_tokens)
+            self.kv_manager.count_lookup(
+                request.table, request.num_prompt_tokens, request.num_cached_tokens
+            )
             draft.started.append(request)
         request.move(Status.RUNNING)
         request.row = self._free_rows.pop()
         request.num_computed_tokens = num_cached
         insort(self.running, request, key=self.policy.running_key)
+        wanted = request.prompt_logprobs
         draft.new_seqs.append(
             NewSeq(
-                request.row, tuple(request.token_ids), request.num_prompt_tokens, request.sampling
+                request.row,
+                tuple(request.token_ids),
+                request.num_prompt_tokens,
+                request.sampling,
+                None if wanted is None else len(wanted.positions),
+                request.grammar,
+                request.sample_index,
             )
         )
 
@@ -338,6 +374,12 @@ class Scheduler:
     def _take_token(
         self, request: Request, token_id: int, now: float, outcome: StepOutcome
     ) -> None:
+        if token_id == NO_TOKEN:
+            outcome.logprobs = [drawn for drawn in outcome.logprobs if drawn.request is not request]
+            outcome.dead_ends.append(request)
+            self._leave_row(request)
+            request.move(Status.FAILED)
+            return
         if request.first_token_at is None:
             self.total_prompt_tokens += request.num_prompt_tokens
         request.append(token_id, now)

@@ -120,6 +120,10 @@ class TestRefusal:
         engine.add(0, prompt(4), sampling=sampling)
         assert self.refused(engine).startswith(field)
 
+    def test_tenant_too_long(self, engine: FakeEngine) -> None:
+        engine.add(0, prompt(4), tenant="t" * 129)
+        assert self.refused(engine) == "tenant has 129 characters, at most 128 are allowed"
+
     def test_deadline_that_is_no_number(self, engine: FakeEngine) -> None:
         engine.add(0, prompt(4), deadline_ms=math.nan)
         assert self.refused(engine) == "deadline_ms is not a number"
@@ -273,6 +277,7 @@ class TestDeadline:
     def test_in_the_queue_it_is_never_prefilled(self) -> None:
         engine = FakeEngine(max_num_seqs=1)
         engine.add(0, prompt(4), max_tokens=9, ignore_eos=True)
+        engine.step()
         engine.add(1, prompt(4), deadline_ms=2500.0)
         engine.run()
         heard = engine.of(1)

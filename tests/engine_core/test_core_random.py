@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from engine_core.sched.policy import make_policy
 from pagewire.types import FinishReason
 from tests.support.fake_model import EOS, FakeEngine, alone
 
@@ -26,6 +28,7 @@ class Plan:
     num_output: int
     max_tokens: int
     salt: str
+    tenant: str
     priority: int
     ignore_eos: bool
     stop_ids: tuple[int, ...]
@@ -48,6 +51,7 @@ def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
             block_size=block_size,
             max_num_batched_tokens=rng.choice([3, 6, 8, 16, 64]),
             max_model_len=90,
+            **scheduling(rng),
         )
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
     # Small pools, so that requests have to give way to one another.
@@ -59,7 +63,17 @@ def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
         max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 16, 64]),
         max_model_len=rng.choice([20, 60, 90]),
         enable_prefix_caching=rng.random() < 0.85,
+        **scheduling(rng),
     )
+
+
+def scheduling(rng: random.Random) -> dict[str, Any]:
+    token_s = rng.choice([0.0, 0.1])
+    return {
+        "policy": make_policy(rng.choice(["fair", "fair", "fair", "priority"])),
+        "long_prefill_token_threshold": rng.choice([0, 0, 1, 4]),
+        "step_s": lambda num_tokens: 0.9 + token_s * num_tokens,
+    }
 
 
 def make_plans(rng: random.Random, engine: FakeEngine, *, crowded: bool) -> list[Plan]:
@@ -88,10 +102,11 @@ def make_plans(rng: random.Random, engine: FakeEngine, *, crowded: bool) -> list
             num_output=0,
             max_tokens=max_tokens,
             salt=rng.choice(["", "", "", "a", "b"]),
+            tenant=rng.choice(["", "", "a", "b"]),
             priority=rng.choice([0, 0, 0, 1, -1]),
             ignore_eos=ignore_eos,
             stop_ids=stop_ids,
-            deadline_ms=rng.randint(1, 20) * 1000.0 if rng.random() < 0.08 else None,
+            deadline_ms=rng.choice([5, 20, 200, 200]) * 1000.0 if rng.random() < 0.3 else None,
             abort_at=rng.randint(0, 30) if rng.random() < 0.25 else None,
             abort_in_poll=rng.random() < 0.5,
         )
@@ -121,6 +136,7 @@ def drive(rng: random.Random, engine: FakeEngine, plans: list[Plan]) -> None:
                     ignore_eos=plan.ignore_eos,
                     stop_token_ids=plan.stop_ids,
                     cache_salt=plan.salt,
+                    tenant=plan.tenant,
                     priority=plan.priority,
                     deadline_ms=plan.deadline_ms,
                 )
@@ -146,7 +162,8 @@ def check(engine: FakeEngine, plans: list[Plan]) -> None:
         expected = plan.expected
         ended = heard.reason  # exactly one Finished
         if ended is FinishReason.ABORT:
-            assert plan.abort_at is not None or plan.deadline_ms is not None
+            missed = heard.finished[0].deadline_missed
+            assert (plan.deadline_ms if missed else plan.abort_at) is not None
             assert heard.token_ids == expected[: len(heard.token_ids)]
             assert len(heard.token_ids) < len(expected)
             continue
@@ -163,7 +180,7 @@ def check(engine: FakeEngine, plans: list[Plan]) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_text_is_the_same_under_any_schedule(seed: int) -> None:
     rng = random.Random(seed)
-    num_preemptions = num_hits = num_aborts = 0
+    num_preemptions = num_hits = num_aborts = num_missed = 0
     for _ in range(SCHEDULES_PER_SEED):
         crowded = rng.random() < 0.35
         engine = make_engine(rng, crowded=crowded)
@@ -174,7 +191,9 @@ def test_text_is_the_same_under_any_schedule(seed: int) -> None:
         num_preemptions += engine.scheduler.total_preemptions
         num_hits += engine.kv_manager.num_hit_tokens
         num_aborts += sum(h.reason is FinishReason.ABORT for h in engine.heard.values())
+        num_missed += sum(h.finished[0].deadline_missed for h in engine.heard.values())
     # What the schedules are for must really have happened in them.
     assert num_preemptions >= 5
     assert num_hits >= 30
     assert num_aborts >= 5
+    assert num_missed >= 5

@@ -354,7 +354,7 @@ class TestKVManager:
         token_ids = ids(1, 2, 3, 4, 5)
         assert run_and_free(manager, token_ids) == 0
         assert run_and_free(manager, token_ids) == 0
-        manager.count_lookup(5, 0)
+        manager.count_lookup(manager.new_table(token_ids), 5, 0)
         assert manager.num_queried_tokens == 0
         assert manager.pool.num_cached_blocks == 0
 

@@ -96,9 +96,10 @@ def test_eos_ids(tmp_path: Path, in_config: Any, in_generation: Any, expected: A
 
 
 def test_default_sampling(tmp_path: Path) -> None:
-    generation = {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "do_sample": True, "x": "y"}
+    known = {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.05}
+    generation = {**known, "do_sample": True, "x": "y"}
     config = read(tmp_path, generation=generation)
-    assert config.default_sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    assert config.default_sampling == known
     config = read(tmp_path, generation={**generation, "do_sample": False})
     assert config.default_sampling == {}
 

@@ -198,8 +198,15 @@ def test_replayed_output_continues_as_before(path: Path, sampling: dict[str, Any
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_next_step_may_be_launched_before_the_last_is_read(path: Path, backend: str) -> None:
-    expected = run_alone(make_runner(path, backend=backend), PROMPT, 10)
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0}],
+    ids=["plain", "penalized"],
+)
+def test_next_step_may_be_launched_before_the_last_is_read(
+    path: Path, backend: str, sampling: dict[str, Any]
+) -> None:
+    expected = run_alone(make_runner(path, backend=backend), PROMPT, 10, **sampling)
     runner = make_runner(path, LateDevice(), backend)
     other = tuple(range(40, 50))
     pending = [
@@ -207,7 +214,7 @@ def test_next_step_may_be_launched_before_the_last_is_read(path: Path, backend: 
             plan(
                 1,
                 [SeqStep(1, 0, 7, (1, 2, 3, 4, 5), True), SeqStep(2, 0, 3, (9, 10, 11), False)],
-                [new_seq(1, PROMPT), new_seq(2, other)],
+                [new_seq(1, PROMPT, **sampling), new_seq(2, other)],
             )
         )
     ]

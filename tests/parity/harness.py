@@ -24,6 +24,7 @@ from pagewire.wire.messages import Add
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_core.grammar.gate import GrammarGate
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
     from kernels.ops import Ops
@@ -45,6 +46,7 @@ class Engine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         prefix_caching: bool = False,
+        grammars: GrammarGate | None = None,
     ) -> None:
         kv_caches = allocate_kv_caches(
             loaded.model, loaded.device, num_blocks, block_size, torch.float32
@@ -69,7 +71,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=loaded.max_model_len,
         )
-        self.core = EngineCore(self.scheduler, runner, epoch=EPOCH)
+        self.core = EngineCore(self.scheduler, runner, epoch=EPOCH, grammars=grammars)
         self._next_id = 1
 
     def generate(

@@ -38,7 +38,9 @@ from pagewire.wire.messages import (
     Heartbeat,
     Hello,
     Output,
+    PositionLogprobs,
     Ready,
+    RequestLogprobs,
     ResetPrefixCache,
     ResetPrefixCacheReply,
     Started,
@@ -71,6 +73,34 @@ class FakeRequest:
     @property
     def id(self) -> int:
         return self.add.request_id
+
+
+def fake_position(token_id: int, index: int, top: int) -> PositionLogprobs:
+    """What the engine says of a token at a position: eighths, which float32 holds exactly.
+
+    The first two of the likeliest tie.
+    """
+    values = tuple(-max(place, 1) / 8 for place in range(top))
+    return PositionLogprobs(
+        token_id, -(index + 1) / 8, index + 1, tuple(range(index, index + top)), values
+    )
+
+
+def fake_logprobs(request: FakeRequest, ids: Sequence[int]) -> RequestLogprobs | None:
+    """As the engine sends them with new ids; the prompt's with the first of all."""
+    sampling, begin = request.add.sampling, len(request.output)
+    output: tuple[PositionLogprobs, ...] = ()
+    prompt: tuple[PositionLogprobs, ...] = ()
+    if sampling.logprobs is not None:
+        top = sampling.logprobs
+        output = tuple(fake_position(t, i, top) for i, t in enumerate(ids, begin))
+    if sampling.prompt_logprobs is not None and begin == 0:
+        top = sampling.prompt_logprobs
+        rest = [fake_position(t, i, top) for i, t in enumerate(request.prompt_ids)][1:]
+        prompt = (PositionLogprobs(-1, 0.0, 0), *rest)
+    if not output and not prompt:
+        return None
+    return RequestLogprobs(request.id, output, prompt)
 
 
 class FakeEngine:
@@ -170,7 +200,8 @@ class FakeEngine:
     ) -> None:
         """One step with exactly these rows; finishes what reached its end."""
         self._admit()
-        started = []
+        started: list[Started] = []
+        told: list[RequestLogprobs] = []
         rows = rows or {}
         for internal_id, ids in rows.items():
             request = self.running.get(internal_id)
@@ -180,6 +211,9 @@ class FakeEngine:
                 request.started = True
                 self._prompt_tokens += len(request.prompt_ids)
                 started.append(Started(internal_id, num_cached_tokens=1, queue_s=0.25))
+            logprobs = fake_logprobs(request, ids)
+            if logprobs is not None:
+                told.append(logprobs)
             request.output.extend(ids)
             self._output_tokens += len(ids)
             self._finish_if_done(request)
@@ -201,6 +235,7 @@ class FakeEngine:
                 finished=finished,
                 unknown_aborts=unknown,
                 stats=self._stats(num_batched_tokens=sum(map(len, rows.values())), **stats),
+                logprobs=tuple(told),
             )
         )
 
@@ -336,7 +371,11 @@ class FakeEngine:
             self._push = sockets.connect_outputs(self._context, command.outputs)
             self._send(self.ready())
         elif isinstance(command, Add):
-            self.waiting[command.request_id] = FakeRequest(command, unpack_ids(command.token_ids))
+            ids = unpack_ids(command.token_ids)
+            num_prompt = len(ids) - command.num_output_tokens
+            self.waiting[command.request_id] = FakeRequest(
+                command, ids[:num_prompt], ids[num_prompt:]
+            )
             if command.epoch != self.epoch:
                 self._end(command.request_id, FinishReason.ERROR, error="another epoch")
             self._admit()
@@ -348,6 +387,11 @@ class FakeEngine:
     def abort_now(self, internal_id: int) -> None:
         """Ends a request as its deadline or a shutdown of the engine would."""
         self._end(internal_id, FinishReason.ABORT)
+        self.emit()
+
+    def miss_deadline(self, internal_id: int) -> None:
+        """Ends a request as one that cannot meet its deadline any more."""
+        self._end(internal_id, FinishReason.ABORT, deadline_missed=True)
         self.emit()
 
     def _abort(self, internal_ids: list[int]) -> None:

@@ -45,20 +45,27 @@ def token_kv(previous: int, token_id: int) -> int:
     return (previous * 6_364_136_223_846_793_005 + token_id * 2_654_435_761 + 1_442_695) & _MASK
 
 
-def next_token(values: np.ndarray, vocab_size: int = VOCAB_SIZE) -> int:
+def next_token(values: np.ndarray, vocab_size: int = VOCAB_SIZE, sample_index: int = 0) -> int:
     """The token that follows; values: int64 [num_tokens], the KV read back."""
     mixed = int(np.bitwise_xor.reduce(values * _FACTORS[: len(values)]))
+    mixed ^= sample_index * 2_654_435_761
     return (mixed ^ (mixed >> 29)) % vocab_size
 
 
-def alone(token_ids: Sequence[int], max_new: int, stop_ids: Sequence[int] = (EOS,)) -> list[int]:
+def alone(
+    token_ids: Sequence[int],
+    max_new: int,
+    stop_ids: Sequence[int] = (EOS,),
+    sample_index: int = 0,
+) -> list[int]:
     """What a request yields that nothing shares, chunks, preempts or caches."""
     values: list[int] = []
     for token_id in token_ids:
         values.append(token_kv(values[-1] if values else 0, token_id))
     output: list[int] = []
     while len(output) < max_new:
-        output.append(next_token(np.array(values, dtype=np.int64)))
+        read = np.array(values, dtype=np.int64)
+        output.append(next_token(read, sample_index=sample_index))
         if output[-1] in stop_ids:
             break
         values.append(token_kv(values[-1], output[-1]))
@@ -68,6 +75,7 @@ def alone(token_ids: Sequence[int], max_new: int, stop_ids: Sequence[int] = (EOS
 @dataclass(slots=True)
 class _Row:
     token_ids: list[int]
+    sample_index: int = 0
     computed: int = -1
     """Unknown until the first step, which may begin after a prefix hit."""
     table: list[int] = field(default_factory=list)
@@ -87,6 +95,7 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, limits: SchedulerLimits) -> None:
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.plans: list[StepPlan] = []
+        self.on_launch: Callable[[StepPlan], None] = lambda plan: None
         self.rows: dict[int, _Row] = {}
         self._limits = limits
         self._block_size = block_size
@@ -95,6 +104,7 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> DonePending:
         self._check(plan)
         self.plans.append(plan)
+        self.on_launch(plan)
         for row in plan.freed_rows:
             del self.rows[row]
         for seq in plan.new_seqs:
@@ -124,7 +134,7 @@ class FakeRunner:
     def _enter(self, seq: NewSeq) -> None:
         assert seq.row not in self.rows, f"row {seq.row} is taken"
         assert 1 <= seq.num_prompt_tokens <= len(seq.token_ids)
-        self.rows[seq.row] = _Row(list(seq.token_ids))
+        self.rows[seq.row] = _Row(list(seq.token_ids), seq.sample_index)
 
     def _write(self, step: SeqStep) -> None:
         row = self.rows[step.row]
@@ -156,7 +166,7 @@ class FakeRunner:
 
     def _draw(self, step: SeqStep) -> int:
         row = self.rows[step.row]
-        token_id = next_token(self._read(row, row.computed), self._vocab_size)
+        token_id = next_token(self._read(row, row.computed), self._vocab_size, row.sample_index)
         row.token_ids.append(token_id)
         return token_id
 
@@ -169,6 +179,9 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @dataclass(slots=True)
@@ -199,14 +212,19 @@ class FakeEngine:
         vocab_size: int = 1000,
         eos_token_ids: tuple[int, ...] = (EOS,),
         enable_prefix_caching: bool = True,
+        long_prefill_token_threshold: int = 0,
         policy: Policy | None = None,
+        step_s: Callable[[int], float] | None = None,
     ) -> None:
+        """step_s: how long a step of so many tokens takes. Default: no time, with a
+        second between steps."""
         self.limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
+            long_prefill_token_threshold=long_prefill_token_threshold,
         )
         self.clock = FakeClock()
         self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching)
@@ -218,6 +236,10 @@ class FakeEngine:
         self.abort_to_free_s: list[float] = []
         self.stats: StepStats | None = None
         self.num_steps = 0
+        self._between_s = 1.0
+        if step_s is not None:
+            self._between_s = 0.0
+            self.runner.on_launch = lambda plan: self.clock.pass_time(step_s(plan.num_tokens))
 
     def add(
         self,
@@ -233,6 +255,10 @@ class FakeEngine:
         deadline_ms: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        skip_prefix_cache: bool = False,
+        sample_index: int = 0,
+        leader_id: int | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
         sampling = sampling or SamplingParams(
@@ -250,6 +276,10 @@ class FakeEngine:
             deadline_ms=deadline_ms,
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
+            skip_prefix_cache=skip_prefix_cache,
+            sample_index=sample_index,
+            leader_id=leader_id,
         )
         self.core.add(frontend_id, add, self.clock.now)
 
@@ -257,9 +287,9 @@ class FakeEngine:
         self.core.abort(frontend_id, request_ids, self.clock.now)
 
     def step(self, poll: Callable[[], None] = lambda: None) -> dict[int, StepOutput]:
-        """One step of the core, one second long, heard and checked."""
+        """One step of the core, heard and checked."""
         outputs = self.core.step(poll)
-        self.clock.now += 1.0
+        self.clock.pass_time(self._between_s)
         self.num_steps += 1
         self.core.check_integrity()
         for frontend_id, output in outputs.items():

@@ -1,0 +1,78 @@
+"""Keeps the output of a row within its grammar."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine_core.runner.per_row import PerRow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_core.grammar.grammar import Follower
+    from engine_core.runner.rows import Rows
+    from engine_core.sched.plan import NewSeq
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Constrained:
+    follower: Follower
+    num_fed: int
+    """Ids of the row that the follower is past, the prompt's among them."""
+    mask_words: int
+    failed: bool = False
+
+
+class StructuredOutputs(PerRow[_Constrained]):
+    """Bans what the grammar has no place for. Only the output is read, never the prompt."""
+
+    def __init__(self, history: Rows) -> None:
+        super().__init__()
+        self._history = history
+
+    def admit(self, new: NewSeq) -> bool:
+        grammar = new.grammar
+        if grammar is None:
+            return False
+        self._states[new.row] = _Constrained(
+            grammar.start(), new.num_prompt_tokens, grammar.mask_words
+        )
+        return True
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """See LogitsProcessor. One walk of the vocabulary's trie for each row."""
+        present = self._present(rows)
+        masks = np.zeros((len(present), max(state.mask_words for _, _, state in present)), np.int32)
+        for mask, (_, row, state) in zip(masks, present, strict=True):
+            self._catch_up(row, state)
+            state.follower.fill_mask(mask[: state.mask_words])
+            self._report_failure(state)
+        banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
+        banned = banned[:, : logits.shape[1]].view(np.bool_)
+        places = [at for at, _, _ in present]
+        ban = torch.from_numpy(banned).to(logits.device)
+        if len(places) == logits.shape[0]:
+            logits.masked_fill_(ban, float("-inf"))
+        else:
+            index = torch.tensor(places, device=logits.device)
+            logits[index] = logits[index].masked_fill_(ban, float("-inf"))
+
+    def _catch_up(self, row: int, state: _Constrained) -> None:
+        num_tokens = int(self._history.num_tokens[row])
+        fresh = self._history.token_ids[row, state.num_fed : num_tokens].tolist()
+        assert min(fresh, default=0) >= 0, (row, fresh)
+        state.follower.consume(fresh)
+        state.num_fed = num_tokens
+
+    def _report_failure(self, state: _Constrained) -> None:
+        error = state.follower.error
+        if error and not state.failed:
+            state.failed = True
+            _log.warning("a grammar gave up, which ends its request: %s", error[:200])
