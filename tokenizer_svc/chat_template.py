@@ -36,6 +36,7 @@ _RESERVED = frozenset(
         "add_generation_prompt",
         "continue_final_message",
         "return_assistant_tokens_mask",
+        "self",  # jinja's own argument
     }
 )
 # Letters only, so that no filter of a template changes it; the space behind it tells

@@ -146,4 +146,5 @@ def _open(opening: detokenizer_pb2.OpenSequence) -> Open:
         include_stop_str_in_output=opening.include_stop_str_in_output,
         replay_token_ids=list(opening.replay_token_ids),
         replay_emitted_chars=opening.replay_emitted_chars,
+        min_tokens=opening.min_tokens,
     )

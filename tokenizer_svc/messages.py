@@ -74,6 +74,7 @@ class Open(Message, frozen=True):
     include_stop_str_in_output: bool
     replay_token_ids: list[int]
     replay_emitted_chars: int
+    min_tokens: int = 0
 
 
 class Step(Message, frozen=True):

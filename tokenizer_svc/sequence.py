@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class OutputSequence:
     """Lives from OpenSequence until it finishes, stops or is closed."""
 
-    __slots__ = ("_decoder", "_matcher", "num_tokens", "stop_index")
+    __slots__ = ("_decoder", "_matcher", "_min_tokens", "num_tokens", "stop_index")
 
     def __init__(self, detokenizer: Detokenizer, opening: Open) -> None:
         """Raises ValueError for an empty stop string."""
@@ -28,6 +28,7 @@ class OutputSequence:
             if opening.stop
             else None
         )
+        self._min_tokens = opening.min_tokens
         self.num_tokens = 0
         """Output tokens so far, up to and including the one that completed a stop string."""
         self.stop_index: int | None = None
@@ -44,7 +45,8 @@ class OutputSequence:
                 break
             self.num_tokens += 1
             if piece := self._decoder.feed([token_id]):
-                text, self.stop_index = self._matcher.feed(piece)
+                may_end = self.num_tokens > self._min_tokens
+                text, self.stop_index = self._matcher.feed(piece, may_end=may_end)
                 pieces.append(text)
         return "".join(pieces)
 
@@ -55,7 +57,8 @@ class OutputSequence:
         rest = self._decoder.flush()
         if self._matcher is None:
             return rest
-        text, self.stop_index = self._matcher.feed(rest)
+        may_end = self.num_tokens > self._min_tokens
+        text, self.stop_index = self._matcher.feed(rest, may_end=may_end)
         return text if self.stop_index is not None else text + self._matcher.flush()
 
 

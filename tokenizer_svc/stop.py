@@ -47,8 +47,11 @@ class StopMatcher:
         """Index of a stop string -> its automaton's state, where that is not 0."""
         self._held = ""
 
-    def feed(self, piece: str) -> Matched:
-        """Takes the next piece of text; not to be called again after a match."""
+    def feed(self, piece: str, *, may_end: bool = True) -> Matched:
+        """Takes the next piece of text; not to be called again after a match.
+
+        A stop string that ends in a piece that may not end the text is no match.
+        """
         if not self._active and self._next_first(piece) is None:
             return Matched(piece, None)
         position = len(self._held)
@@ -61,7 +64,9 @@ class StopMatcher:
                 position = first.start()
             index = self._advance(text[position])
             position += 1
-            if index is not None:
+            if index is not None and not may_end:
+                self._pass_over()
+            elif index is not None:
                 keep = position if self._include else position - len(self._stops[index])
                 self._held = ""
                 return Matched(text[:keep], index)
@@ -69,6 +74,14 @@ class StopMatcher:
         hold = 0 if self._include else max(self._active.values(), default=0)
         self._held = text[len(text) - hold :]
         return Matched(text[: len(text) - hold], None)
+
+    def _pass_over(self) -> None:
+        """Goes on from stop strings that have ended here as if they had not."""
+        for index, state in list(self._active.items()):
+            if state == len(self._stops[index]):
+                self._active[index] = self._failures[index][state - 1]
+                if not self._active[index]:
+                    del self._active[index]
 
     def flush(self) -> str:
         """The text held back, once it is known that nothing follows."""

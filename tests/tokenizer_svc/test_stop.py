@@ -99,3 +99,25 @@ def test_hostile_stop_strings_cost_linear_time() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+@given(TEXTS, TEXTS, STOPS, st.booleans())
+def test_what_ends_too_early_is_no_match(
+    early: str, late: str, stops: list[str], include: bool
+) -> None:
+    """By the definition: the first place past `early` where a stop string ends."""
+    matcher = StopMatcher(stops, include_stop_str=include)
+    pieces = [matcher.feed(letter, may_end=False) for letter in early]
+    assert all(matched.stop_index is None for matched in pieces)
+    pieces.append(matcher.feed(late))
+    text = "".join(piece.text for piece in pieces)
+    whole = early + late
+    for end in range(len(early) + 1, len(whole) + 1):
+        ended = [stop for stop in stops if whole[:end].endswith(stop)]
+        if ended:
+            longest = max(ended, key=len)
+            assert pieces[-1].stop_index == stops.index(longest)
+            assert text == whole[: end if include else end - len(longest)]
+            return
+    assert pieces[-1].stop_index is None
+    assert text + matcher.flush() == whole
