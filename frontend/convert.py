@@ -18,6 +18,7 @@ from frontend.request import (
     IdsPrompt,
     Prompt,
     SamplingCall,
+    StructuredOutputCall,
     TextPrompt,
 )
 from pagewire.errors import InvalidRequest
@@ -32,12 +33,16 @@ from pagewire.v1 import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
     from frontend.detokenize_stream import Batch
     from frontend.dispatcher import Stats
     from frontend.request import RequestState
-    from frontend.stream import Delta, Finish
+    from frontend.stream import Delta, Finish, SequenceEnd
     from pagewire.types import Timings, Usage
-    from pagewire.wire.messages import Ready
+    from pagewire.wire.messages import PositionLogprobs, Ready
 
 PROMPT_TAIL = 16
 """Prompt ids that the detokenizer gets: enough for the first output to join on."""
@@ -62,7 +67,10 @@ def generate_call(
         model=_optional(request, "model"),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=_optional(request, "tenant"),
+        skip_prefix_cache=request.skip_prefix_cache,
         return_token_ids=request.return_token_ids,
+        streams=isinstance(request, inference_pb2.GenerateStreamRequest),
     )
 
 
@@ -129,6 +137,32 @@ def _sampling(params: common_pb2.SamplingParams) -> SamplingCall:
         if params.HasField("skip_special_tokens")
         else True,
         include_stop_str_in_output=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        repetition_penalty=_optional(params, "repetition_penalty"),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(params.logit_bias.items()),
+        bad_words=tuple(params.bad_words),
+        allowed_token_ids=tuple(params.allowed_token_ids.ids)
+        if params.HasField("allowed_token_ids")
+        else None,
+        logprobs=_optional(params, "logprobs"),
+        prompt_logprobs=_optional(params, "prompt_logprobs"),
+        n=params.n if params.HasField("n") else 1,
+        best_of=_optional(params, "best_of"),
+        structured_output=_structured_output(params.structured_output)
+        if params.HasField("structured_output")
+        else None,
+    )
+
+
+def _structured_output(message: common_pb2.StructuredOutput) -> StructuredOutputCall:
+    kind = message.WhichOneof("constraint")
+    return StructuredOutputCall(
+        kind=kind,
+        text=getattr(message, kind) if kind in ("json_schema", "regex", "grammar") else "",
+        choices=tuple(message.choice.texts),
+        json_object=message.json_object,
     )
 
 
@@ -140,9 +174,13 @@ def _optional(message: Any, field: str) -> Any:
 
 
 def delta_frame(delta: Delta) -> inference_pb2.GenerateStreamResponse:
-    return inference_pb2.GenerateStreamResponse(
-        delta=inference_pb2.Delta(text=delta.text, token_ids=delta.token_ids)
+    frame = inference_pb2.GenerateStreamResponse(
+        delta=inference_pb2.Delta(index=delta.index, text=delta.text, token_ids=delta.token_ids)
     )
+    _fill_logprobs(frame.delta.logprobs, delta.logprobs)
+    if delta.prompt_logprobs:
+        _fill_logprobs(frame.delta.prompt_logprobs.positions, delta.prompt_logprobs)
+    return frame
 
 
 def final_frame(finish: Finish) -> inference_pb2.GenerateStreamResponse:
@@ -152,8 +190,9 @@ def final_frame(finish: Finish) -> inference_pb2.GenerateStreamResponse:
             model=finish.model,
             outputs=[
                 inference_pb2.SequenceFinish(
-                    finish_reason=_REASONS[finish.reason], stop_match=_stop_match(finish)
+                    index=index, finish_reason=_REASONS[end.reason], stop_match=_stop_match(end)
                 )
+                for index, end in enumerate(finish.outputs)
             ],
             usage=_usage(finish.usage),
             timings=_timings(finish.timings),
@@ -162,22 +201,29 @@ def final_frame(finish: Finish) -> inference_pb2.GenerateStreamResponse:
     )
 
 
-def generate_response(output: Delta, finish: Finish) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
+def generate_response(outputs: list[Delta], finish: Finish) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
         request_id=finish.request_id,
         model=finish.model,
         outputs=[
             inference_pb2.GeneratedSequence(
+                index=index,
                 text=output.text,
                 token_ids=output.token_ids,
-                finish_reason=_REASONS[finish.reason],
-                stop_match=_stop_match(finish),
+                finish_reason=_REASONS[end.reason],
+                stop_match=_stop_match(end),
             )
+            for index, (output, end) in enumerate(zip(outputs, finish.outputs, strict=True))
         ],
         usage=_usage(finish.usage),
         timings=_timings(finish.timings),
         seed=finish.seed,
     )
+    for output, sequence in zip(outputs, response.outputs, strict=True):
+        _fill_logprobs(sequence.logprobs, output.logprobs)
+    if outputs[0].prompt_logprobs:
+        _fill_logprobs(response.prompt_logprobs.positions, outputs[0].prompt_logprobs)
+    return response
 
 
 def cancel_response() -> inference_pb2.CancelResponse:
@@ -240,14 +286,40 @@ def stats_response(stats: Stats) -> admin_pb2.GetStatsResponse:
     return response
 
 
-def _stop_match(finish: Finish) -> common_pb2.StopMatch | None:
-    if finish.stop_string is not None:
-        return common_pb2.StopMatch(stop_string=finish.stop_string)
-    if finish.stop_token_id is not None:
-        return common_pb2.StopMatch(stop_token_id=finish.stop_token_id)
-    if finish.eos_token_id is not None:
-        return common_pb2.StopMatch(eos_token_id=finish.eos_token_id)
+def _stop_match(end: SequenceEnd) -> common_pb2.StopMatch | None:
+    if end.stop_string is not None:
+        return common_pb2.StopMatch(stop_string=end.stop_string)
+    if end.stop_token_id is not None:
+        return common_pb2.StopMatch(stop_token_id=end.stop_token_id)
+    if end.eos_token_id is not None:
+        return common_pb2.StopMatch(eos_token_id=end.eos_token_id)
     return None
+
+
+def _fill_logprobs(
+    target: RepeatedCompositeFieldContainer[common_pb2.PositionLogprobs],
+    positions: Sequence[PositionLogprobs],
+) -> None:
+    # In place and field by field: a long prompt has 100 000 of these, and messages made
+    # by their constructors are copied into each other.
+    for position in positions:
+        message = target.add()
+        if position.token_id < 0:
+            continue
+        token = message.token
+        token.token_id = position.token_id
+        token.logprob = position.logprob
+        token.rank = position.rank
+        add, values = message.top.add, position.top_logprobs
+        rank, last = 0, None
+        for place, token_id in enumerate(position.top_ids):
+            value = values[place]
+            if value != last:  # equally likely tokens share a rank
+                rank, last = place + 1, value
+            top = add()
+            top.token_id = token_id
+            top.logprob = value
+            top.rank = rank
 
 
 def _usage(usage: Usage) -> common_pb2.Usage:
@@ -317,6 +389,10 @@ def tokenize_request(prompt: TextPrompt) -> tokenizer_pb2.TokenizeRequest:
     return tokenizer_pb2.TokenizeRequest(text=prompt.text)
 
 
+def piece_request(text: str) -> tokenizer_pb2.TokenizeRequest:
+    return tokenizer_pb2.TokenizeRequest(text=text, add_special_tokens=False)
+
+
 def chat_template_request(prompt: ChatPrompt) -> tokenizer_pb2.ApplyChatTemplateRequest:
     chat = common_pb2.ChatInput(
         messages=[common_pb2.ChatMessage(role=m.role, content=m.content) for m in prompt.messages],
@@ -376,4 +452,5 @@ def _open_sequence(state: RequestState) -> detokenizer_pb2.OpenSequence:
         include_stop_str_in_output=job.include_stop_str_in_output,
         replay_token_ids=state.output_ids[: state.num_acked],
         replay_emitted_chars=state.emitted_chars,
+        min_tokens=job.sampling.min_tokens,
     )

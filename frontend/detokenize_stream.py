@@ -142,6 +142,9 @@ class DetokenizeStream:
             except (grpc.RpcError, ProtocolError, TimeoutError) as error:
                 if self.up:
                     logger.warning("the detokenize stream broke: %s", _short(error))
+            except Exception:
+                # A bug of ours costs a pause, not every stream from now on.
+                logger.exception("the detokenize stream failed")
             if self.up:
                 backoff = 0.05
                 self._go_down()
@@ -172,11 +175,13 @@ class DetokenizeStream:
         call = self._client.detokenizer.DetokenizeStream()
         try:
             # The first message opens what is live; its answer shows that the stream stands.
+            # What an attempt that broke before its answer left behind is void.
+            self._in_flight.clear()
             self._closes.clear()
             for state in self._live.values():
                 self._reopen(state)
-            await self._send(call, self._next_batch())
             async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await self._send(call, self._next_batch())
                 self._receive(await _read(call))
             self.up = True
             self._events.tokenizer_up(info)

@@ -1,9 +1,8 @@
 """Who owns the requests: from admission to outcome, between engine, tokenizer and client.
 
-    Generation (an RPC handler) --admit, launch--> Dispatcher --Add, Abort--> EngineClient
-            ^                                        |   ^                        |
-            +------ Outbox <---- text, stops --------+   +------- StepOutput -----+
-                                     DetokenizeStream
+    Generation (an RPC handler) --admit, launch--> Dispatcher --submit, drop--> EngineSide
+            ^                                        |   ^                          |
+            +------------- Outbox <------------------+   +- text -- DetokenizeStream <- ids
 
 All of it runs in one event loop, so that no state here needs a lock, and a
 request that ends is aborted at the engine in the same turn of the loop.
@@ -13,17 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from frontend.admission import Admission
+from frontend.bad_words import tokenize_bad_word
+from frontend.branches import branches_of, end_sequence, split
 from frontend.detokenize_stream import DetokenizeStream
-from frontend.engine_client import RETRY_AFTER_S, EngineClient
+from frontend.engine_client import RETRY_AFTER_S
+from frontend.engine_side import EngineSide
+from frontend.logits_params import check_drawable
 from frontend.metrics import kv_cache_usage
 from frontend.request import IdsPrompt, Job, RequestState
-from frontend.stream import Finish, Outbox
+from frontend.stream import Outbox
 from frontend.tokenizer_client import TokenizerClient
 from frontend.validate import Limits, estimate_tokens, fit_context
 from pagewire.errors import (
@@ -31,28 +35,24 @@ from pagewire.errors import (
     Cancelled,
     ClientError,
     DeadlineExceeded,
-    InternalError,
     NotFound,
     PagewireError,
     Unavailable,
 )
-from pagewire.types import FinishReason, Timings, Usage
-from pagewire.wire.codec import pack_ids, unpack_counts, unpack_ids, unpack_request_ids
-from pagewire.wire.messages import Add
+from pagewire.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from frontend.convert import TokenizerInfo
     from frontend.health import HealthBoard
     from frontend.metrics import Metrics
     from pagewire.config import FrontendConfig
-    from pagewire.wire.messages import Finished, Ready, Started, StepOutput, StepStats
-
-logger = logging.getLogger(__name__)
-
-DEADLINE_SLACK_S = 0.25
-"""The engine may see a deadline this much before the frontend's own timer."""
+    from pagewire.wire.messages import (
+        PositionLogprobs,
+        Ready,
+        StepStats,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +85,15 @@ class Dispatcher:
             clock=clock,
             on_reject=metrics.admission_rejected,
         )
-        self.engine = EngineClient(
-            commands=config.engine_address,
-            outputs_bind=config.outputs_bind,
-            outputs_advertise=config.outputs_advertise,
-            engine_timeout=config.engine_timeout,
-            stall_timeout=config.stall_timeout,
-            events=self,
-            clock=clock,
-        )
         self.tokenizer = TokenizerClient(
             config.tokenizer_address, max_message_bytes=config.max_message_mib * 2**20
         )
         self.text_stream = DetokenizeStream(self.tokenizer, self, clock=clock)
+        self.engine_side = EngineSide(config, metrics, health, self.text_stream, self, clock=clock)
+        self.engine = self.engine_side.client
         self._tokenizer_info: TokenizerInfo | None = None
         self._limits: Limits | None = None
-        self._engine_stats: StepStats | None = None
-        self._next_id = itertools.count(1)
         self._admitted: dict[str, RequestState] = {}
-        self._live: dict[int, RequestState] = {}
-        """Those that the engine works on or whose text is still to come."""
-        self._aborted: dict[int, float] = {}
-        """Internal id -> when its Abort was sent, until the engine answers."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -139,7 +126,7 @@ class Dispatcher:
     async def close(self) -> None:
         await self.text_stream.close()
         await self.tokenizer.close()
-        await self.engine.close()
+        await self.engine_side.close()
 
     # What handlers ask.
 
@@ -167,11 +154,10 @@ class Dispatcher:
         if state is None:
             raise NotFound("request", request_id, field="request_id")
         if not state.outbox.ended:
-            self._drop(state)
-            state.fail(Cancelled("cancelled by a Cancel call"))
+            self.fail(state, Cancelled("cancelled by a Cancel call"))
 
     def stats(self) -> Stats:
-        engine = self._engine_stats
+        engine = self.engine_side.stats
         return Stats(
             num_requests_in_flight=self.admission.requests,
             draining=self._draining,
@@ -203,8 +189,7 @@ class Dispatcher:
         """Ends every request in flight with `error`."""
         for state in list(self._admitted.values()):
             if not state.outbox.ended:
-                self._drop(state)
-                state.fail(error)
+                self.fail(state, error)
 
     # A request's way in and out, called by Generation.
 
@@ -216,8 +201,10 @@ class Dispatcher:
         now = self._clock()
         if deadline is not None and deadline <= now:
             raise DeadlineExceeded("the deadline had passed on arrival")
+        internal_id = self.engine_side.new_id()
         state = RequestState(
-            internal_id=next(self._next_id),
+            internal_id=internal_id,
+            engine_id=internal_id,
             job=job,
             outbox=Outbox(),
             reservation=self.admission.reserve(estimate_tokens(job.prompt, limits.max_model_len)),
@@ -229,12 +216,13 @@ class Dispatcher:
         return state
 
     async def tokenize(self, state: RequestState) -> None:
-        """Fills in prompt_ids. Raises InvalidRequest, Unavailable, or what ended the request."""
+        """Fills in prompt_ids and bad_words. Raises InvalidRequest, Unavailable, or what
+        ended the request."""
         prompt = state.job.prompt
-        if isinstance(prompt, IdsPrompt):
+        if isinstance(prompt, IdsPrompt) and not state.job.bad_words:
             state.prompt_ids = prompt.ids
             return
-        state.tokenizing = asyncio.ensure_future(self.tokenizer.tokenize(prompt))
+        state.tokenizing = asyncio.ensure_future(self._encode(state))
         try:
             state.prompt_ids = await state.tokenizing
         except asyncio.CancelledError:
@@ -244,34 +232,46 @@ class Dispatcher:
         finally:
             state.tokenizing = None
 
+    async def _encode(self, state: RequestState) -> list[int]:
+        """The prompt's ids; sets bad_words. All texts are tokenized at the same time."""
+        words = [
+            asyncio.ensure_future(tokenize_bad_word(self.tokenizer, word, index))
+            for index, word in enumerate(state.job.bad_words)
+        ]
+        try:
+            prompt = state.job.prompt
+            if isinstance(prompt, IdsPrompt):
+                ids = prompt.ids
+            else:
+                ids = await self.tokenizer.tokenize(prompt)
+            state.bad_words = tuple(itertools.chain(*[await word for word in words]))
+        finally:
+            for word in words:
+                word.cancel()
+            await asyncio.gather(*words, return_exceptions=True)
+        return ids
+
     def launch(self, state: RequestState) -> None:
-        """Hands the request to the engine. Raises InvalidRequest or Unavailable."""
+        """Hands the request to the engine. Raises InvalidRequest or Unavailable.
+
+        One that was admitted before an outage began waits for its end with the others.
+        """
         if state.error is not None:
             raise state.error
-        ready, job, now = self.engine.ready, state.job, self._clock()
-        if ready is None:
-            raise self.engine.unavailable()
-        state.sampling = fit_context(job, len(state.prompt_ids), ready.max_model_len)
+        served = self.engine_side.served()
+        sampling = fit_context(state.job, len(state.prompt_ids), served.max_model_len)
+        sampling = msgspec.structs.replace(sampling, bad_words=state.bad_words)
+        check_drawable(sampling, served.eos_token_ids)
+        state.sampling = sampling
         state.reservation.correct(len(state.prompt_ids))
-        self.engine.add(
-            Add(
-                request_id=state.internal_id,
-                epoch=ready.epoch,
-                token_ids=pack_ids(state.prompt_ids),
-                num_output_tokens=0,
-                sampling=state.sampling,
-                deadline_ms=None if state.deadline is None else (state.deadline - now) * 1000,
-                priority=job.priority,
-                cache_salt=job.cache_salt,
-            )
-        )
-        state.submitted_at = now
-        self._live[state.internal_id] = state
-        self.text_stream.open(state)
+        for branch in split(state, self.engine_side.new_id):
+            self.engine_side.submit(branch)
+            branch.submitted_at = self._clock()
+            self.text_stream.open(branch)
 
     def end(self, state: RequestState, error: BaseException | None) -> None:
         """The handler is done with the request, well or not."""
-        self._drop(state)
+        self.engine_side.drop(*branches_of(state))
         del self._admitted[state.job.request_id]
         if not state.outcome:
             self._settle_failure(state, error)
@@ -279,139 +279,20 @@ class Dispatcher:
         if not self._admitted:
             self._idle.set()
 
-    def _drop(self, state: RequestState) -> None:
-        """Nobody waits for this request's tokens any more. Idempotent."""
-        if self._live.pop(state.internal_id, None) is None:
-            return
-        self.text_stream.forget(state)
-        if not state.engine_finished:
-            self._aborted[state.internal_id] = self._clock()
-            self.engine.abort((state.internal_id,))
+    def fail(self, state: RequestState, error: PagewireError) -> None:
+        """Ends the whole request that `state` is one sequence of."""
+        branches = branches_of(state)
+        self.engine_side.drop(*branches)
+        branches[0].fail(error)
 
-    # The engine's events.
-
-    def engine_ready(self, ready: Ready) -> None:
-        self._metrics.engine_ready(ready)
-        self._make_limits()
-        self._health.set(engine=True)
-
-    def engine_gone(self, reason: str) -> None:
-        self._health.set(engine=False)
-        self._engine_stats = None
-        self._aborted.clear()
-        if self._metrics.model is not None:
-            self._metrics.model.engine_gone()
-        error = Unavailable(
-            "engine_dead", f"the request was lost: {reason}", retry_after=RETRY_AFTER_S
-        )
-        for state in list(self._live.values()):
-            if not state.engine_finished:
-                state.engine_finished = True
-                self._drop(state)
-                state.fail(error)
-
-    def engine_stalled(self, stalled: bool) -> None:
-        self._health.set(stalled=stalled)
-
-    def engine_stats(self, stats: StepStats) -> None:
-        self._engine_stats = stats
-        if self._metrics.model is not None:
-            self._metrics.model.engine_stats(stats, self.engine.epoch)
-
-    def engine_step(self, output: StepOutput) -> None:
-        """One pass over a step's columns; the whole step's ids leave in one message."""
-        now = self._clock()
-        for started in output.started:
-            self._engine_started(started)
-        num_tokens = self._take_rows(output, now)
-        for finished in output.finished:
-            self._engine_finished(finished, now)
-        for internal_id in output.unknown_aborts:
-            self._abort_answered(internal_id, now)
-        self.text_stream.flush()
-        self.engine_stats(output.stats)
-        if self._metrics.model is not None:
-            lag_s = (time.monotonic_ns() - output.sent_ns) / 1e9
-            self._metrics.model.engine_step(output.stats, num_tokens, lag_s)
-
-    def _take_rows(self, output: StepOutput, now: float) -> int:
-        """Appends each row's ids to its request; returns the number taken."""
-        live, push = self._live, self.text_stream.push
-        ids = unpack_ids(output.token_ids)
-        gaps: dict[float, int] = {}
-        end = taken = 0
-        for internal_id, count in zip(
-            unpack_request_ids(output.request_ids), unpack_counts(output.counts), strict=True
-        ):
-            begin, end = end, end + count
-            state = live.get(internal_id)
-            if state is None or count == 0:
-                continue
-            state.output_ids += ids[begin:end]
-            taken += count
-            if state.first_token_at:
-                gap = now - state.last_token_at
-                gaps[gap] = gaps.get(gap, 0) + 1
-            else:
-                self._first_token(state, now)
-            state.last_token_at = now
-            push(state)
-        if gaps and self._metrics.model is not None:
-            self._metrics.model.token_gaps(gaps)
-        return taken
-
-    def _first_token(self, state: RequestState, now: float) -> None:
-        state.first_token_at = now
-        state.reservation.first_output()
-        if self._metrics.model is not None:
-            self._metrics.model.first_token(now - state.arrived_at)
-
-    def _engine_started(self, started: Started) -> None:
-        state = self._live.get(started.request_id)
-        if state is None or state.started:
-            return
-        state.started = True
-        state.num_cached_tokens = started.num_cached_tokens
-        state.queue_s = started.queue_s
-        if self._metrics.model is not None:
-            self._metrics.model.started(state)
-
-    def _engine_finished(self, finished: Finished, now: float) -> None:
-        self._abort_answered(finished.request_id, now)
-        state = self._live.get(finished.request_id)
-        if state is None:
-            return
-        state.engine_finished = True
-        state.finish_reason = finished.reason
-        state.stop_token_id = finished.stop_token_id
-        state.num_preemptions = finished.num_preemptions
-        if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            state.num_cached_tokens = finished.num_cached_tokens
-            state.queue_s = finished.queue_s
-            state.prefill_s = finished.prefill_s
-            state.decode_s = finished.decode_s
-        else:
-            state.error = self._engine_error(state, finished, now)
-        # The text of what came before goes out first, also before an error.
-        self.text_stream.push(state)
-
-    def _engine_error(self, state: RequestState, finished: Finished, now: float) -> PagewireError:
-        if finished.reason == FinishReason.ERROR:
-            return InternalError(finished.error or "the engine could not serve the request")
-        if state.deadline is not None and state.deadline - now < DEADLINE_SLACK_S:
-            return DeadlineExceeded("the deadline passed")
-        return Unavailable("engine_dead", "the engine ended the request", retry_after=RETRY_AFTER_S)
-
-    def _abort_answered(self, internal_id: int, now: float) -> None:
-        sent_at = self._aborted.pop(internal_id, None)
-        if sent_at is not None and self._metrics.model is not None:
-            self._metrics.model.abort_answered(now - sent_at)
+    def engine_changed(self, ready: Ready) -> None:
+        self._make_limits(ready)
 
     # The tokenizer's events.
 
     def tokenizer_up(self, info: TokenizerInfo) -> None:
         self._tokenizer_info = info
-        self._make_limits()
+        self._make_limits(self.engine.ready)
         self._health.set(tokenizer=True)
 
     def tokenizer_down(self) -> None:
@@ -419,21 +300,23 @@ class Dispatcher:
 
     def text(self, state: RequestState, text: str, num_tokens: int) -> None:
         ids = state.output_ids[state.num_acked : num_tokens] if state.job.return_token_ids else ()
-        state.outbox.put(text, ids)
+        logprobs = state.logprobs
+        positions: Sequence[PositionLogprobs] = ()
+        if state.job.sampling.logprobs is not None:
+            positions = logprobs.output(state.num_acked, num_tokens)
+        state.outbox.put(text, ids, positions, logprobs.take_prompt(), state.index)
 
     def stopped(self, state: RequestState, stop_index: int, num_tokens: int) -> None:
         self._complete(state, FinishReason.STOP, num_tokens, stop_string=state.job.stop[stop_index])
 
     def flushed(self, state: RequestState) -> None:
         if state.error is not None:
-            self._drop(state)
-            state.fail(state.error)
+            self.fail(state, state.error)
             return
         self._complete(state, FinishReason(state.finish_reason), len(state.output_ids))
 
     def text_lost(self, state: RequestState, error: PagewireError) -> None:
-        self._drop(state)
-        state.fail(error)
+        self.fail(state, error)
 
     def batch_answered(self, num_rows: int, seconds: float) -> None:
         if num_rows and self._metrics.model is not None:
@@ -449,37 +332,20 @@ class Dispatcher:
         *,
         stop_string: str | None = None,
     ) -> None:
-        assert state.sampling is not None
         state.measure()
-        self._drop(state)
-        stop_token = state.stop_token_id if stop_string is None else None
-        is_eos = stop_token is not None and stop_token not in state.sampling.stop_token_ids
-        self._settle(state, "length" if reason is FinishReason.LENGTH else "stop")
-        state.outbox.finish(
-            Finish(
-                request_id=state.job.request_id,
-                model=state.job.model,
-                reason=reason,
-                usage=Usage(
-                    prompt_tokens=len(state.prompt_ids),
-                    completion_tokens=num_tokens,
-                    cached_tokens=state.num_cached_tokens,
-                ),
-                timings=Timings(
-                    queue=state.queue_s, prefill=state.prefill_s, decode=state.decode_s
-                ),
-                seed=state.sampling.seed,
-                stop_string=stop_string,
-                stop_token_id=None if is_eos else stop_token,
-                eos_token_id=stop_token if is_eos else None,
-            )
-        )
+        self.engine_side.drop(state)
+        finish = end_sequence(state, reason, num_tokens, stop_string)
+        if finish is None:
+            return  # the request's other sequences go on
+        cut = any(end.reason is FinishReason.LENGTH for end in finish.outputs)
+        self._settle(branches_of(state)[0], "length" if cut else "stop")
+        state.outbox.finish(finish)
 
     def _settle_failure(self, state: RequestState, error: BaseException | None) -> None:
         # A CancelledError or GeneratorExit is the client's cancel, disconnect or deadline.
         if not isinstance(error, Exception) or isinstance(error, Cancelled | DeadlineExceeded):
             outcome = "abort"
-        elif isinstance(error, ClientError):
+        elif isinstance(error, ClientError) and not state.submitted_at:
             self._metrics.refused(error.code)
             return
         else:
@@ -493,8 +359,8 @@ class Dispatcher:
         if self._metrics.model is not None:
             self._metrics.model.settled(state, self._clock())
 
-    def _make_limits(self) -> None:
-        ready, info = self.engine.ready, self._tokenizer_info
+    def _make_limits(self, ready: Ready | None) -> None:
+        info = self._tokenizer_info
         if ready is None or info is None:
             return
         self._limits = Limits(

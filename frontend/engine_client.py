@@ -60,7 +60,7 @@ class EngineEvents(Protocol):
     """What an engine session tells its owner."""
 
     def engine_ready(self, ready: Ready) -> None:
-        """A session with a new epoch has begun."""
+        """A session has begun: with a new epoch, or with an engine that was out of reach."""
 
     def engine_step(self, output: StepOutput) -> None: ...
 
@@ -68,7 +68,7 @@ class EngineEvents(Protocol):
         """Between steps, with each heartbeat."""
 
     def engine_gone(self, reason: str) -> None:
-        """The epoch is over: nothing of it will ever be answered."""
+        """The engine died or is out of reach; what it still says will be dropped."""
 
     def engine_stalled(self, stalled: bool) -> None:
         """The step counter stands still while work is running, or moves again."""
@@ -221,7 +221,11 @@ class EngineClient:
             except WireError as error:
                 logger.error("dropped a message on the outputs socket: %s", error)
                 continue
-            self._receive(output)
+            try:
+                self._receive(output)
+            except Exception:
+                # Read on: no edge will come for what is already here.
+                logger.exception("an output of the engine could not be handled")
         # There may be more, which no edge will tell: handlers get their turn first.
         asyncio.get_running_loop().call_soon(self._read_outputs)
 
@@ -287,7 +291,11 @@ class EngineClient:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._tick()
+            try:
+                self._tick()
+            except Exception:
+                # Without ticks nobody pings, and the engine drops this frontend.
+                logger.exception("the engine client's tick failed")
             await asyncio.sleep(TICK_S)
 
     def _tick(self) -> None:

@@ -51,6 +51,6 @@ class Generation:
             raise StopAsyncIteration
         return item
 
-    async def whole(self) -> tuple[Delta, Finish]:
-        """The output and the outcome, once it has ended."""
+    async def whole(self) -> tuple[list[Delta], Finish]:
+        """The output of each sequence and the outcome, once it has ended."""
         return await self._state.outbox.take_all()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health
@@ -73,7 +73,10 @@ class HealthBoard:
         """Changes fields of the condition by name."""
         condition = replace(self.condition, **facts)
         if condition.serving != self.condition.serving:
-            logger.info("%s: %s", "serving" if condition.serving else "not serving", condition)
+            told = ", ".join(
+                f"{name} {'yes' if on else 'no'}" for name, on in asdict(condition).items()
+            )
+            logger.info("%s (%s)", "serving" if condition.serving else "not serving", told)
         self.condition = condition
         self._changed.set()
         if condition.serving:

@@ -62,7 +62,7 @@ class HttpServer:
         except OSError as error:
             self._socket.close()
             raise ConfigError(
-                f"http_port: cannot bind {self._host}:{self._wanted_port}: {error.strerror}"
+                f"--http-port: cannot bind {self._host}:{self._wanted_port}: {error.strerror}"
             ) from None
         self._port: int = self._socket.getsockname()[1]
         # Accepts (into the backlog) from here on, before the task has run.

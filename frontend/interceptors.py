@@ -4,6 +4,7 @@
   metadata of accepted calls, in the trailing metadata always. A rejection sends
   no initial metadata, so that it goes out as Trailers-Only and clients' retry
   policies may retry it (gRFC A6).
+- x-tenant-id is the tenant of a request that names none itself.
 - traceparent (https://www.w3.org/TR/trace-context/) is carried into the logs.
 - A PagewireError becomes its status; anything else INTERNAL with an id that
   finds the traceback in the log.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
+TENANT_KEY = "x-tenant-id"
 OUR_PREFIX = "/pagewire.v1."
 NO_DEADLINE_S = 365 * 86400.0
 """A deadline beyond this is none: event loops cannot hold any float as a timer."""
@@ -68,6 +70,8 @@ class Call:
     trace_id: str | None
     deadline: float | None
     """On the event loop's clock."""
+    tenant: str = ""
+    """x-tenant-id, as it came."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -209,7 +213,8 @@ def _make_call(method: str, metadata: dict[str, Any], context: Context) -> Call:
     deadline = None
     if remaining is not None and remaining < NO_DEADLINE_S:
         deadline = asyncio.get_running_loop().time() + remaining
-    return Call(method, request_id, trace[1] if trace is not None else None, deadline)
+    trace_id = trace[1] if trace is not None else None
+    return Call(method, request_id, trace_id, deadline, metadata.get(TENANT_KEY, ""))
 
 
 def _status_of(error: Exception) -> RichStatus:

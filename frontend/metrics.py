@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from frontend.branches import branches_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -108,8 +110,26 @@ class Metrics:
             ("method", "code"),
             registry=self.registry,
         )
+        self._given_up = Counter(
+            "pagewire_deadlines_given_up",
+            "Requests dropped in the engine's queue for their deadline.",
+            registry=self.registry,
+        )
+        self._replayed = Counter(
+            "pagewire_requests_replayed",
+            "Running requests that were given to an engine again.",
+            registry=self.registry,
+        )
+        self._restarts = Counter(
+            "pagewire_engine_restarts",
+            "Engines that came in the place of one that died.",
+            registry=self.registry,
+        )
         for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
             self._rejections.labels(reason)
+
+    def deadline_given_up(self) -> None:
+        self._given_up.inc()
 
     def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is scraped."""
@@ -132,6 +152,12 @@ class Metrics:
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
+
+    def request_replayed(self) -> None:
+        self._replayed.inc()
+
+    def engine_restarted(self) -> None:
+        self._restarts.inc()
 
     def rpc_handled(self, method: str, code: str) -> None:
         self._rpcs.labels(method, code).inc()
@@ -303,7 +329,7 @@ class ModelMetrics:
         self._outcomes[state.outcome].inc()
         self._e2e.observe(now - state.arrived_at)
         self._request_prompt.observe(len(state.prompt_ids))
-        self._request_generation.observe(len(state.output_ids))
+        self._request_generation.observe(sum(len(b.output_ids) for b in branches_of(state)))
         if state.sampling is not None:
             self._max_tokens.observe(state.sampling.max_tokens)
         if state.started:

@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from frontend.logprobs import LogprobsRecord
 from pagewire.types import FinishReason
 
 if TYPE_CHECKING:
     import asyncio
 
     from frontend.admission import Reservation
-    from frontend.stream import Outbox
+    from frontend.stream import Outbox, SequenceEnd
     from pagewire.errors import PagewireError
-    from pagewire.types import SamplingParams
+    from pagewire.types import ConstraintKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ Prompt = TextPrompt | ChatPrompt | IdsPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputCall:
+    kind: ConstraintKind | None
+    """None where none is set; the other fields are of their own kinds."""
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    json_object: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingCall:
     """Sampling as the caller sent it; None where a field is absent."""
 
@@ -67,6 +77,18 @@ class SamplingCall:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    structured_output: StructuredOutputCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +101,11 @@ class GenerateCall:
     model: str | None = None
     priority: int = 0
     cache_salt: str = ""
+    tenant: str | None = None
+    skip_prefix_cache: bool = False
     return_token_ids: bool = False
+    streams: bool = False
+    """Whether the output is wanted as it is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +120,25 @@ class Job:
     max_tokens: int | None
     """What the caller asked for; None fills the context."""
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    """Whose ids are not in `sampling` yet."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    skip_prefix_cache: bool = False
     return_token_ids: bool = False
+    n: int = 1
+    """Sequences to return."""
+    best_of: int = 1
+    """Sequences to draw."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request from admission to its outcome.
+    """One request from admission to its outcome, or one of its n sequences
+    (frontend/branches.py).
 
     output_ids, by three counters that only grow:
 
@@ -120,9 +155,18 @@ class RequestState:
     """Monotonic seconds, as are all times here."""
     deadline: float | None
     prompt_ids: list[int] = field(default_factory=list)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The job's, in token ids."""
     sampling: SamplingParams | None = None
     """Final: seed drawn, max_tokens fitted to the context."""
+    index: int = 0
+    """Which of the request's sequences it is; 0 stands for the request."""
+    branches: tuple[RequestState, ...] = ()
+    """All of the request's sequences; none where it is the only one."""
+    end: SequenceEnd | None = None
+    """How the sequence ended, once it has ended well."""
     output_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobsRecord = field(default_factory=LogprobsRecord)
 
     tokenizing: asyncio.Future[list[int]] | None = None
     """The wait for the prompt's ids, so that a cancel can end it."""
@@ -132,8 +176,19 @@ class RequestState:
     """stop, length, abort or error once it is settled."""
 
     # With the engine.
+    engine_id: int = 0
+    """Its id in its present life at an engine; internal_id is the first, and names
+    it to the tokenizer for good."""
+    num_adds: int = 0
+    """How many engines were given it, or one engine how often."""
+    num_resent: int = 0
+    """How many of output_ids went out with the last Add."""
+    num_deaths: int = 0
+    """See frontend/replay.py."""
+    num_returns: int = 0
+    """How often the same engine gave it back unasked."""
     submitted_at: float = 0.0
-    """When Add was sent; 0 before."""
+    """When the request was handed over; 0 before."""
     started: bool = False
     engine_finished: bool = False
     finish_reason: int = 0
@@ -155,9 +210,10 @@ class RequestState:
     num_reopens: int = 0
 
     def measure(self) -> None:
-        """Fills in the times of a request that ended before the engine could tell them."""
-        told = (FinishReason.STOP, FinishReason.LENGTH)
-        if self.first_token_at and self.finish_reason not in told:
+        """Fills in the times that the engine could not tell: of a request that ended
+        early, and of one that had several lives."""
+        told = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self.first_token_at and not (told and self.num_adds == 1):
             in_engine = self.first_token_at - self.submitted_at
             self.prefill_s = max(0.0, in_engine - self.queue_s)
             self.decode_s = self.last_token_at - self.first_token_at

@@ -82,8 +82,10 @@ class Frontend:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.dispatcher, config.drain_timeout), self._admin
         )
-        self.address = _bind(self._public, "port", config.host, config.port)
-        self.admin_address = _bind(self._admin, "admin_port", config.admin_host, config.admin_port)
+        self.address = _bind(self._public, "--port", config.host, config.port)
+        self.admin_address = _bind(
+            self._admin, "--admin-port", config.admin_host, config.admin_port
+        )
         await self._http.start()
         await self.health.start()
         await self.dispatcher.start()
@@ -192,5 +194,5 @@ def _bind(server: grpc.aio.Server, setting: str, host: str, port: int) -> str:
     with contextlib.suppress(RuntimeError):
         bound = server.add_insecure_port(target)
     if bound == 0:
-        raise ConfigError(f"{setting}: cannot bind {target}")
+        raise ConfigError(f"{setting}: cannot bind {target}, perhaps it is in use")
     return f"{target.rpartition(':')[0]}:{bound}"

@@ -26,10 +26,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateResponse:
         job = self._job(request)
         async with Generation(self._dispatcher, job, current_call().deadline) as generation:
-            output, finish = await generation.whole()
+            outputs, finish = await generation.whole()
         # Only now: until there is an answer, a failure stays Trailers-Only and retryable.
         await send(context.send_initial_metadata(current_call().metadata))
-        return convert.generate_response(output, finish)
+        return convert.generate_response(outputs, finish)
 
     # A coroutine that writes, rather than a generator: a cancel then arrives here at
     # the await, also in the middle of a write, and the request ends in that same turn.
@@ -60,4 +60,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # One x-request-id may cover several calls; their own ids must differ.
         if self._dispatcher.is_in_flight(default_id):
             default_id = f"{default_id[:111]}-{secrets.token_hex(8)}"
-        return validate(convert.generate_call(request), limits, default_id)
+        call = convert.generate_call(request)
+        return validate(call, limits, default_id, current_call().tenant)

@@ -7,7 +7,7 @@ client costs a longer string and never a longer queue.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,14 +15,36 @@ if TYPE_CHECKING:
 
     from pagewire.errors import PagewireError
     from pagewire.types import FinishReason, Timings, Usage
+    from pagewire.wire.messages import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text and, where asked for, new ids since the last delta."""
+    """New text and, where asked for, new ids and logprobs since the last delta."""
 
     text: str
     token_ids: list[int]
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    """One a new token, with or without token_ids."""
+    prompt_logprobs: Sequence[PositionLogprobs] = ()
+    """In the first delta, if asked for."""
+    index: int = 0
+    """Whose it is, of the request's n sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """How one sequence ended."""
+
+    index: int
+    """Whose it is: Delta.index."""
+    reason: FinishReason
+    """STOP or LENGTH."""
+    num_tokens: int
+    """Of the output, up to the end."""
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    eos_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +53,37 @@ class Finish:
 
     request_id: str
     model: str
-    reason: FinishReason
-    """STOP or LENGTH."""
+    outputs: tuple[SequenceEnd, ...]
+    """Those to be returned: in order of index, or the best ones, best first."""
     usage: Usage
     timings: Timings
     seed: int
-    stop_string: str | None = None
-    stop_token_id: int | None = None
-    eos_token_id: int | None = None
+
+
+class _Pending:
+    """A delta in the making."""
+
+    __slots__ = ("ids", "logprobs", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
 
 
 class Outbox:
-    """At most one delta, then one end: a Finish or an error.
+    """At most one delta for each sequence, then one end: a Finish or an error.
 
     One writer, one reader, both in the event loop.
     """
 
-    __slots__ = ("_end", "_error", "_ids", "_texts", "_waiter")
+    __slots__ = ("_end", "_error", "_pending", "_prompt_logprobs", "_waiter")
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._ids: list[int] = []
+        self._pending: dict[int, _Pending] = {}
+        """By index, those with something new, the one that waits longest first."""
+        self._prompt_logprobs: Sequence[PositionLogprobs] = ()
+        """For whichever delta is taken next."""
         self._end: Finish | None = None
         self._error: PagewireError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -60,13 +92,26 @@ class Outbox:
     def ended(self) -> bool:
         return self._end is not None or self._error is not None
 
-    def put(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Adds to the pending delta. Nothing new is no delta."""
-        if text:
-            self._texts.append(text)
-        elif not token_ids:
+    def put(
+        self,
+        text: str,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[PositionLogprobs] = (),
+        prompt_logprobs: Sequence[PositionLogprobs] = (),
+        index: int = 0,
+    ) -> None:
+        """Adds to the sequence's pending delta. Nothing new is no delta."""
+        if not (text or token_ids or logprobs or prompt_logprobs):
             return
-        self._ids.extend(token_ids)
+        pending = self._pending.get(index)
+        if pending is None:
+            pending = self._pending[index] = _Pending()
+        if text:
+            pending.texts.append(text)
+        pending.ids.extend(token_ids)
+        pending.logprobs.extend(logprobs)
+        if prompt_logprobs:
+            self._prompt_logprobs = prompt_logprobs
         self._wake()
 
     def finish(self, finish: Finish) -> None:
@@ -75,36 +120,38 @@ class Outbox:
         self._wake()
 
     def fail(self, error: PagewireError) -> None:
-        """Ends with an error, after the delta that is pending. The first end stands."""
+        """Ends with an error, after what is pending. The first end stands."""
         if not self.ended:
             self._error = error
             self._wake()
 
     async def take(self) -> Delta | Finish:
-        """The pending delta, else the Finish; waits for either. Raises the error."""
-        while not (self._texts or self._ids or self.ended):
+        """A pending delta, else the Finish; waits for either. Raises the error."""
+        while not (self._pending or self.ended):
             await self._wait()
-        if self._texts or self._ids:
-            return self._take_delta()
+        if self._pending:
+            return self._take_delta(next(iter(self._pending)))
         if self._error is not None:
             raise self._error
         assert self._end is not None
         return self._end
 
-    async def take_all(self) -> tuple[Delta, Finish]:
-        """The whole output at once, after the end. Raises the error."""
+    async def take_all(self) -> tuple[list[Delta], Finish]:
+        """The whole output of each of Finish.outputs at once, after the end. Raises the
+        error."""
         while not self.ended:
             await self._wait()
         if self._error is not None:
             raise self._error
         assert self._end is not None
-        return self._take_delta(), self._end
+        return [self._take_delta(end.index) for end in self._end.outputs], self._end
 
-    def _take_delta(self) -> Delta:
-        texts = self._texts
-        delta = Delta(texts[0] if len(texts) == 1 else "".join(texts), self._ids)
-        self._texts, self._ids = [], []
-        return delta
+    def _take_delta(self, index: int) -> Delta:
+        pending = self._pending.pop(index, None) or _Pending()
+        texts = pending.texts
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+        return Delta(text, pending.ids, pending.logprobs, prompt_logprobs, index)
 
     async def _wait(self) -> None:
         assert self._waiter is None

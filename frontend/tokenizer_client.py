@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from frontend.convert import TokenizerInfo
-    from frontend.request import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +76,25 @@ class TokenizerClient:
             call = self._tokenizer.Tokenize(convert.tokenize_request(prompt))
         else:
             call = self._tokenizer.ApplyChatTemplate(convert.chat_template_request(prompt))
-        return convert.token_ids(await self._finish(call, prompt))
+        return convert.token_ids(await self._finish(call, prompt.field))
+
+    async def tokenize_text(self, text: str, field: str) -> list[int]:
+        """The ids of a piece of text, with nothing added around them. Errors name `field`."""
+        call = self._tokenizer.Tokenize(convert.piece_request(text))
+        return convert.token_ids(await self._finish(call, field))
 
     async def proxy(self, method: str, request: object) -> Any:
         """Passes a TokenizerService call of a client on; `model` is already checked."""
         call = getattr(self._tokenizer, method)(convert.without_model(request))
         return await self._finish(call, None)
 
-    async def _finish(self, call: Awaitable[T], prompt: Prompt | None) -> T:
+    async def _finish(self, call: Awaitable[T], field: str | None) -> T:
+        """`field` is where the caller put what is tokenized; None if it knows better."""
         self.num_tokenizing += 1
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise _translate(error, prompt) from None
+            raise _translate(error, field) from None
         except asyncio.CancelledError:
             call.cancel()  # type: ignore[attr-defined]
             raise
@@ -97,12 +102,12 @@ class TokenizerClient:
             self.num_tokenizing -= 1
 
 
-def _translate(error: grpc.aio.AioRpcError, prompt: Prompt | None) -> PagewireError:
+def _translate(error: grpc.aio.AioRpcError, asked: str | None) -> PagewireError:
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         field = field_violation(error)
-        if prompt is not None and not field.startswith(f"{prompt.field}."):
-            field = prompt.field
+        if asked is not None and not field.startswith(f"{asked}."):
+            field = asked
         return InvalidRequest(field, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLarge(message)

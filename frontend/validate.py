@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from frontend.branches import check_n
+from frontend.logits_params import check_ids, logits_params
+from frontend.logprobs import check_logprobs
 from frontend.request import ChatPrompt, GenerateCall, IdsPrompt, Job, Prompt, TextPrompt
+from frontend.structured_output import structured_output
 from pagewire.errors import InvalidRequest, NotFound
-from pagewire.types import SamplingParams
+from pagewire.types import MAX_TENANT_CHARS, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from frontend.request import SamplingCall
 
@@ -52,8 +56,13 @@ def check_model(model: str | None, limits: Limits, *, field: str = "model") -> N
         raise NotFound("model", model[:256], field=field)
 
 
-def validate(call: GenerateCall, limits: Limits, default_request_id: str) -> Job:
-    """Checks everything that needs no tokenizer. Raises InvalidRequest or NotFound."""
+def validate(
+    call: GenerateCall, limits: Limits, default_request_id: str, default_tenant: str = ""
+) -> Job:
+    """Checks everything that needs no tokenizer. Raises InvalidRequest or NotFound.
+
+    The defaults come from the call's metadata.
+    """
     check_model(call.model, limits)
     if call.request_id is not None:
         check_request_id(call.request_id)
@@ -66,6 +75,8 @@ def validate(call: GenerateCall, limits: Limits, default_request_id: str) -> Job
     _check_prompt(call.prompt, limits)
     sampling = call.sampling
     _check_stops(sampling, limits)
+    check_logprobs(sampling)
+    n, best_of = check_n(sampling, streams=call.streams)
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise InvalidRequest(
             "sampling_params.max_tokens", f"max_tokens is {sampling.max_tokens}, must be at least 1"
@@ -74,14 +85,19 @@ def validate(call: GenerateCall, limits: Limits, default_request_id: str) -> Job
         request_id=call.request_id if call.request_id is not None else default_request_id,
         model=limits.model,
         prompt=call.prompt,
-        sampling=_sampling_params(sampling, limits.default_sampling),
+        sampling=_sampling_params(sampling, limits),
         max_tokens=sampling.max_tokens,
         stop=sampling.stop,
+        bad_words=sampling.bad_words,
         skip_special_tokens=sampling.skip_special_tokens,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         priority=call.priority,
         cache_salt=call.cache_salt,
+        tenant=_tenant(call.tenant, default_tenant),
+        skip_prefix_cache=call.skip_prefix_cache,
         return_token_ids=call.return_token_ids,
+        n=n,
+        best_of=best_of,
     )
 
 
@@ -105,9 +121,14 @@ def fit_context(job: Job, num_prompt_tokens: int, max_model_len: int) -> Samplin
             f"the context holds {max_model_len} tokens; the prompt has {num_prompt_tokens} "
             f"and max_tokens is {job.max_tokens}",
         )
-    return msgspec.structs.replace(
-        job.sampling, max_tokens=room if job.max_tokens is None else job.max_tokens
-    )
+    max_tokens = room if job.max_tokens is None else job.max_tokens
+    if job.sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling_params.min_tokens",
+            f"min_tokens is {job.sampling.min_tokens}; the context of {max_model_len} has room "
+            f"for {room} after the prompt of {num_prompt_tokens} tokens",
+        )
+    return msgspec.structs.replace(job.sampling, max_tokens=max_tokens)
 
 
 def estimate_tokens(prompt: Prompt, max_model_len: int) -> int:
@@ -139,11 +160,22 @@ def is_printable_ascii(text: str) -> bool:
     return all("!" <= char <= "~" for char in text)
 
 
+def _tenant(given: str | None, default: str) -> str:
+    tenant = default if given is None else given
+    if len(tenant) > MAX_TENANT_CHARS:
+        source = "x-tenant-id" if given is None else "tenant"
+        raise InvalidRequest(
+            "tenant",
+            f"{source} has {len(tenant)} characters, at most {MAX_TENANT_CHARS} are allowed",
+        )
+    return tenant
+
+
 def _check_prompt(prompt: Prompt, limits: Limits) -> None:
     if isinstance(prompt, IdsPrompt):
         if not prompt.ids:
             raise InvalidRequest(prompt.field, "prompt_token_ids is empty")
-        _check_ids(prompt.field, prompt.ids, limits.vocab_size)
+        check_ids(prompt.field, prompt.ids, limits.vocab_size)
         return
     if isinstance(prompt, TextPrompt):
         if not prompt.text:
@@ -195,19 +227,12 @@ def _check_stops(sampling: SamplingCall, limits: Limits) -> None:
             field,
             f"{len(sampling.stop_token_ids)} stop tokens, at most {MAX_STOP_TOKEN_IDS} are allowed",
         )
-    _check_ids(field, sampling.stop_token_ids, limits.vocab_size)
+    check_ids(field, sampling.stop_token_ids, limits.vocab_size)
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
-    index, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-    raise InvalidRequest(
-        field, f"token id {bad} at position {index} is outside the vocabulary of {vocab_size}"
-    )
+def _sampling_params(call: SamplingCall, limits: Limits) -> SamplingParams:
+    defaults = limits.default_sampling
 
-
-def _sampling_params(call: SamplingCall, defaults: Mapping[str, float]) -> SamplingParams:
     def given(value: float | None, name: str, fallback: float) -> float:
         return value if value is not None else defaults.get(name, fallback)
 
@@ -237,4 +262,8 @@ def _sampling_params(call: SamplingCall, defaults: Mapping[str, float]) -> Sampl
         seed=call.seed if call.seed is not None else secrets.randbits(64),
         stop_token_ids=call.stop_token_ids,
         ignore_eos=call.ignore_eos,
+        logprobs=call.logprobs,
+        prompt_logprobs=call.prompt_logprobs,
+        structured_output=structured_output(call, limits.eos_token_ids),
+        **logits_params(call, defaults, limits.vocab_size),
     )

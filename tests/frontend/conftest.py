@@ -194,3 +194,9 @@ async def stack(make_stack: Callable[..., Any]) -> Stack:
 async def manual(make_stack: Callable[..., Any]) -> Stack:
     """The test says when the engine steps."""
     return await make_stack(auto=False)
+
+
+@pytest.fixture
+async def impatient(make_stack: Callable[..., Any]) -> Stack:
+    """Like manual, and no request waits for a lost engine."""
+    return await make_stack(auto=False, config={"engine_restart_timeout": 0})

@@ -24,7 +24,7 @@ async def aborted_once(stack: Stack, internal_id: int) -> None:
     assert stack.engine.aborted == [internal_id]
     await stack.until(lambda: stack.frontend.dispatcher.admission.requests == 0)
     assert stack.frontend.dispatcher.admission.queued_tokens == 0
-    assert stack.frontend.dispatcher._live == {}
+    assert stack.frontend.dispatcher.engine_side.live == {}
     assert len([c for c in stack.engine.commands if isinstance(c, Abort)]) == 1
 
 
@@ -175,7 +175,7 @@ async def test_the_servers_own_deadline(manual: Stack) -> None:
         prompt="a", sampling_params=LONG, deadline_s=30, metadata=(("x-request-id", "d"),)
     )
     (request,) = await manual.engine.wait_running()
-    (state,) = manual.frontend.dispatcher._live.values()
+    (state,) = manual.frontend.dispatcher.engine_side.live.values()
     # The engine sees the deadline first; it is the same deadline.
     state.deadline = manual.frontend.dispatcher._clock()
     manual.engine.abort_now(request.id)
@@ -185,12 +185,12 @@ async def test_the_servers_own_deadline(manual: Stack) -> None:
     assert failure.trailing["x-request-id"] == "d"
 
 
-async def test_an_abort_by_the_engine_is_never_ok(manual: Stack) -> None:
-    call = manual.open(prompt="a", sampling_params=LONG)
-    (request,) = await manual.engine.wait_running()
-    manual.engine.step()
-    manual.engine.abort_now(request.id)
-    failure = await manual.fails(call)
+async def test_an_abort_by_the_engine_is_never_ok(impatient: Stack) -> None:
+    call = impatient.open(prompt="a", sampling_params=LONG)
+    (request,) = await impatient.engine.wait_running()
+    impatient.engine.step()
+    impatient.engine.abort_now(request.id)
+    failure = await impatient.fails(call)
     assert failure.code is grpc.StatusCode.UNAVAILABLE
     assert failure.info.reason == "ENGINE_DEAD"
 
@@ -213,8 +213,8 @@ async def test_many_cancels_leave_nothing(stack: Stack) -> None:
         call.cancel()
     await stack.until(lambda: stack.frontend.dispatcher.admission.requests == 0)
     await stack.engine.wait_for(lambda: len(stack.engine.aborted) == 50)
-    await stack.until(lambda: not stack.frontend.dispatcher._aborted)
-    assert stack.frontend.dispatcher._live == {}
+    await stack.until(lambda: not stack.frontend.dispatcher.engine_side.aborted)
+    assert stack.frontend.dispatcher.engine_side.live == {}
     assert stack.frontend.dispatcher.text_stream._live == {}
     await stack.tokenizer.wait_for(lambda: not stack.tokenizer.sequences)
     assert (

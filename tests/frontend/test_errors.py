@@ -77,6 +77,16 @@ INVALID = {
         with_sampling(max_tokens=CONTEXT),
         "sampling_params.max_tokens",
     ),
+    "logprobs negative": (with_sampling(logprobs=-1), "sampling_params.logprobs"),
+    "logprobs over the limit": (with_sampling(logprobs=21), "sampling_params.logprobs"),
+    "prompt_logprobs negative": (
+        with_sampling(prompt_logprobs=-1),
+        "sampling_params.prompt_logprobs",
+    ),
+    "prompt_logprobs over the limit": (
+        with_sampling(prompt_logprobs=21),
+        "sampling_params.prompt_logprobs",
+    ),
     "empty stop": (with_sampling(stop=["a", ""]), "sampling_params.stop[1]"),
     "long stop": (with_sampling(stop=["a" * 1025]), "sampling_params.stop[0]"),
     "many stops": (with_sampling(stop=["a"] * 17), "sampling_params.stop"),

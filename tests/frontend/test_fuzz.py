@@ -60,10 +60,12 @@ def build(descriptor: Descriptor, rng: random.Random, depth: int = 0) -> Any:
         if rng.random() < 0.5 or depth > 4:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            value_type = field.message_type.fields_by_name["value"].message_type
-            getattr(message, field.name)[rng.choice(TEXTS)].CopyFrom(
-                build(value_type, rng, depth + 1)
-            )
+            entry = build(field.message_type, rng, depth + 1)
+            values = getattr(message, field.name)
+            if field.message_type.fields_by_name["value"].message_type is None:
+                values[entry.key] = entry.value
+            else:
+                values[entry.key].CopyFrom(entry.value)
         elif field.is_repeated:
             values = getattr(message, field.name)
             for _ in range(rng.choice((0, 1, 3, 20))):

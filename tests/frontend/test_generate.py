@@ -141,7 +141,7 @@ async def test_what_the_engine_gets(make_stack: Callable[..., Stack]) -> None:
     assert default.add.epoch == stack.engine.epoch
     assert (default.add.cache_salt, default.add.priority) == ("s", -3)
     assert default.add.deadline_ms is not None
-    assert 5_000 < default.add.deadline_ms <= 9_000
+    assert 5_000 < default.add.deadline_ms <= 9_500  # gRPC rounds a timeout up
     assert default.add.sampling.temperature == 0.6
     assert default.add.sampling.top_p == 0.9
     assert default.add.sampling.max_tokens == 97

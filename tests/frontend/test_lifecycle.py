@@ -40,71 +40,72 @@ async def next_status(watch: Any) -> int:
 # The engine.
 
 
-async def test_a_last_word_ends_every_request_at_once(manual: Stack) -> None:
-    watch = manual.health.Watch(health_pb2.HealthCheckRequest())
+async def test_a_last_word_ends_every_request_at_once(impatient: Stack) -> None:
+    watch = impatient.health.Watch(health_pb2.HealthCheckRequest())
     assert await next_status(watch) == SERVING
-    calls = [manual.open(prompt="a", sampling_params=LONG) for _ in range(8)]
-    await manual.engine.wait_running(8)
-    manual.engine.step()
+    calls = [impatient.open(prompt="a", sampling_params=LONG) for _ in range(8)]
+    await impatient.engine.wait_running(8)
+    impatient.engine.step()
     for call in calls:
         await call.read()
-    manual.engine.die()
+    impatient.engine.die()
     for call in calls:
-        failure = await manual.fails(call)
+        failure = await impatient.fails(call)
         assert failure.code is grpc.StatusCode.UNAVAILABLE
         assert failure.info.reason == "ENGINE_DEAD"
         assert failure.retry_s
     assert await next_status(watch) == NOT_SERVING
     watch.cancel()
-    assert manual.frontend.dispatcher.admission.requests == 0
+    assert impatient.frontend.dispatcher.admission.requests == 0
 
 
-async def test_a_killed_engine_is_noticed_and_its_successor_served(manual: Stack) -> None:
-    call = manual.open(prompt="a", sampling_params=LONG)
-    await manual.engine.wait_running()
-    old_epoch = manual.engine.epoch
+async def test_a_killed_engine_is_noticed_and_its_successor_served(impatient: Stack) -> None:
+    call = impatient.open(prompt="a", sampling_params=LONG)
+    await impatient.engine.wait_running()
+    old_epoch = impatient.engine.epoch
     loop = asyncio.get_running_loop()
     began = loop.time()
-    await manual.engine.kill()
-    failure = await manual.fails(call)
+    await impatient.engine.kill()
+    failure = await impatient.fails(call)
     assert failure.info.reason == "ENGINE_DEAD"
     assert loop.time() - began < 4.5
-    assert await manual.check() == NOT_SERVING
-    failure = await manual.fails(manual.open(prompt="a"))
+    assert await impatient.check() == NOT_SERVING
+    failure = await impatient.fails(impatient.open(prompt="a"))
     assert failure.code is grpc.StatusCode.UNAVAILABLE
     assert failure.info.reason == "ENGINE_DEAD"
     assert failure.retry_s
     assert int(failure.trailing["grpc-retry-pushback-ms"]) > 0
     assert failure.initial == {}
 
-    await manual.restart_engine(auto=True)
-    await manual.until(lambda: manual.frontend.health.serving)
-    assert manual.engine.epoch != old_epoch
-    assert (await manual.stream(prompt="x", sampling_params=tokens(5))).text == TEXT[:5]
+    await impatient.restart_engine(auto=True)
+    await impatient.until(lambda: impatient.frontend.health.serving)
+    assert impatient.engine.epoch != old_epoch
+    assert (await impatient.stream(prompt="x", sampling_params=tokens(5))).text == TEXT[:5]
 
 
-async def test_a_new_epoch_ends_the_old_ones_requests(manual: Stack) -> None:
+async def test_a_new_epoch_ends_the_old_ones_requests(impatient: Stack) -> None:
     """The engine was restarted faster than its silence could be noticed."""
-    call = manual.open(prompt="a", sampling_params=LONG)
-    await manual.engine.wait_running()
-    old_epoch = manual.engine.epoch
-    manual.engine.epoch = old_epoch ^ 1
-    manual.engine._send(manual.engine.ready())
-    failure = await manual.fails(call)
+    call = impatient.open(prompt="a", sampling_params=LONG)
+    await impatient.engine.wait_running()
+    old_epoch = impatient.engine.epoch
+    impatient.engine.epoch = old_epoch ^ 1
+    impatient.engine._send(impatient.engine.ready())
+    failure = await impatient.fails(call)
     assert failure.info.reason == "ENGINE_DEAD"
-    assert manual.frontend.health.serving
+    assert impatient.frontend.health.serving
     # What the old epoch still says is about requests that are gone, or worse, are not.
-    call = manual.open(prompt="b", sampling_params=tokens(3))
-    await manual.engine.wait_running(2)
-    (state,) = manual.frontend.dispatcher._live.values()
-    manual.engine.emit_stale({state.internal_id: list(b"???")}, old_epoch)
-    manual.engine.emit({state.internal_id: list(b"abc")})
+    call = impatient.open(prompt="b", sampling_params=tokens(3))
+    await impatient.engine.wait_running(2)
+    (state,) = impatient.frontend.dispatcher.engine_side.live.values()
+    impatient.engine.emit_stale({state.internal_id: list(b"???")}, old_epoch)
+    impatient.engine.emit({state.internal_id: list(b"abc")})
     frames = [frame async for frame in call]
     assert "".join(f.delta.text for f in frames) == "abc"
 
 
 async def test_silence_is_death(make_stack: Callable[..., Stack]) -> None:
-    stack = await make_stack(auto=False, config={"engine_timeout": 0.8})
+    config = {"engine_timeout": 0.8, "engine_restart_timeout": 0}
+    stack = await make_stack(auto=False, config=config)
     call = stack.open(prompt="a", sampling_params=LONG)
     await stack.engine.wait_running()
     stack.engine.silent = True
@@ -122,7 +123,7 @@ async def test_output_on_its_way_survives_the_engine(manual: Stack) -> None:
     (request,) = await manual.engine.wait_running()
     manual.engine.emit({request.id: list(b"done")})
     await manual.until(
-        lambda: all(s.engine_finished for s in manual.frontend.dispatcher._live.values())
+        lambda: all(s.engine_finished for s in manual.frontend.dispatcher.engine_side.live.values())
     )
     manual.engine.die()
     await manual.until(lambda: not manual.frontend.health.serving)
@@ -149,7 +150,7 @@ async def test_a_hang_is_seen_while_the_heart_beats(make_stack: Callable[..., St
 async def test_idle_is_no_hang(make_stack: Callable[..., Stack]) -> None:
     stack = await make_stack(auto=False, heartbeat_s=0.05, config={"stall_timeout": 0.3})
     beats = 0
-    real = stack.frontend.dispatcher.engine_stats
+    real = stack.frontend.dispatcher.engine_side.engine_stats
     done = asyncio.Event()
 
     def count(stats: Any) -> None:
@@ -159,7 +160,7 @@ async def test_idle_is_no_hang(make_stack: Callable[..., Stack]) -> None:
         if beats > 20:
             done.set()
 
-    stack.frontend.dispatcher.engine_stats = count  # type: ignore[method-assign]
+    stack.frontend.dispatcher.engine_side.engine_stats = count  # type: ignore[method-assign]
     await asyncio.wait_for(done.wait(), 10)
     assert stack.frontend.health.serving
 
@@ -194,7 +195,7 @@ async def test_a_restarted_tokenizer_costs_a_pause(manual: Stack) -> None:
         manual.engine.step()
     texts = [(await call.read()).delta.text for call in calls]
     await manual.until(
-        lambda: all(s.num_acked == 6 for s in manual.frontend.dispatcher._live.values())
+        lambda: all(s.num_acked == 6 for s in manual.frontend.dispatcher.engine_side.live.values())
     )
     address = manual.tokenizer.address
     await manual.tokenizer.close()
@@ -212,6 +213,20 @@ async def test_a_restarted_tokenizer_costs_a_pause(manual: Stack) -> None:
     for index, call in enumerate(calls):
         texts[index] += "".join(f.delta.text for f in await manual.rest(call))
     assert texts == [TEXT[:12], "the quick brown "]
+
+
+async def test_a_tokenizer_that_dies_before_its_first_answer(manual: Stack) -> None:
+    address = manual.tokenizer.address
+    await manual.tokenizer.close()
+    manual.tokenizer = FakeTokenizer(address=address)
+    gate = manual.tokenizer.reply_gate = asyncio.Event()
+    await manual.tokenizer.start()
+    await manual.tokenizer.wait_for(lambda: len(manual.tokenizer.messages) == 1)
+    await manual.tokenizer.close()
+    gate.set()
+    manual.tokenizer = FakeTokenizer(address=address)
+    await manual.tokenizer.start()
+    await manual.until(lambda: manual.frontend.health.serving)
 
 
 async def test_a_tokenizer_that_stays_away(manual: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

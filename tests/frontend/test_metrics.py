@@ -106,7 +106,7 @@ async def test_counts(make_stack: Callable[..., Stack]) -> None:
     for call in calls[5:10]:
         await stack.rest(call)
     await stack.fails(calls[10])
-    await stack.until(lambda: not stack.frontend.dispatcher._aborted)
+    await stack.until(lambda: not stack.frontend.dispatcher.engine_side.aborted)
     await stack.fails(stack.open(prompt="x", model="other"))
     got = await scrape(stack)
     outcome = {
@@ -148,7 +148,7 @@ async def test_counts(make_stack: Callable[..., Stack]) -> None:
 
 
 async def test_gauges_follow_the_engine(make_stack: Callable[..., Stack]) -> None:
-    stack = await make_stack(auto=False, max_num_seqs=2)
+    stack = await make_stack(auto=False, max_num_seqs=2, config={"engine_restart_timeout": 0})
     calls = [stack.open(prompt="x") for _ in range(3)]
     await stack.engine.wait_running(3)
     stack.engine.step()

@@ -68,14 +68,14 @@ async def test_a_slow_reader_costs_one_slot(manual: Stack) -> None:
     request = inference_pb2.GenerateStreamRequest(prompt="x", sampling_params=tokens(num_tokens))
     slow = connection.call(STREAM, request.SerializeToString())
     await manual.engine.wait_running()
-    (state,) = manual.frontend.dispatcher._live.values()
+    (state,) = manual.frontend.dispatcher.engine_side.live.values()
     for count in range(1, num_tokens + 1):
         manual.engine.step()
         await manual.until(lambda count=count: state.num_acked == count)  # type: ignore[misc]
     await manual.until(lambda: state.outbox.ended)
     # The engine is done and nothing is left of the request but one pending delta.
     assert manual.engine.running == {}
-    pending = len("".join(state.outbox._texts))
+    pending = len("".join(state.outbox._pending[0].texts))
     assert 0 < pending <= num_tokens
     quick = manual.open(prompt="y", sampling_params=tokens(5))
     await manual.engine.wait_running()

@@ -19,7 +19,7 @@ from frontend.request import (
     SamplingCall,
     TextPrompt,
 )
-from frontend.stream import Delta, Finish, Outbox
+from frontend.stream import Delta, Finish, Outbox, SequenceEnd
 from frontend.validate import GREEDY_BELOW, Limits, estimate_tokens, fit_context, validate
 from pagewire import errors
 from pagewire.errors import InvalidRequest, QueueFull, Unavailable
@@ -28,7 +28,7 @@ from pagewire.types import FinishReason, Timings, Usage
 FINISH = Finish(
     request_id="r",
     model="m",
-    reason=FinishReason.STOP,
+    outputs=(SequenceEnd(0, FinishReason.STOP, 1),),
     usage=Usage(1, 1, 0),
     timings=Timings(0, 0, 0),
     seed=0,
@@ -96,7 +96,7 @@ async def test_outbox_whole() -> None:
         outbox.put(text, [ord(text)])
         await asyncio.sleep(0)
     outbox.finish(FINISH)
-    assert await reader == (Delta("abc", [97, 98, 99]), FINISH)
+    assert await reader == ([Delta("abc", [97, 98, 99])], FINISH)
 
 
 # Admission.
