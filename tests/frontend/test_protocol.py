@@ -52,6 +52,7 @@ async def test_initial_metadata_goes_ahead_of_the_first_message(manual: Stack) -
     while not connection.of(stream):
         await connection._read()
     assert [f.kind for f in connection.of(stream)] == [HEADERS]
+    await manual.engine.wait_running()
     manual.engine.step()
     frames = await connection.until_end(stream)
     assert frames[0].kind == HEADERS
