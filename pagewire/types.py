@@ -22,6 +22,7 @@ MAX_CONSTRAINT_CHARS: Final[dict[ConstraintKind, int]] = {
     "json_object": 0,
 }
 """Of StructuredOutput.text. What is compiled recurses as deep as these nest."""
+MAX_BEAM_WIDTH = 16
 MAX_JSON_WHITESPACE = 12
 """White space that may stand between two JSON tokens, in characters."""
 
@@ -35,6 +36,21 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Lark dialect, or a JSON array of the choices; empty for json_object."""
 
 
+class BeamParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Beam search in place of sampling, as transformers' generate does it."""
+
+    width: int
+    """Sequences kept at each step, in [1, MAX_BEAM_WIDTH]."""
+    num_return: int
+    """Of which the best are returned, <= width."""
+    length_penalty: float = 1.0
+    """score = sum of logprobs / length ** length_penalty."""
+    early_stopping: Literal["true", "false", "never"] = "false"
+    stop: tuple[str, ...] = ()
+    """A sequence is complete once its text holds one of these: the engine looks for their
+    UTF-8 in the bytes of the output's tokens."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the engine picks tokens and when it stops; validated by the frontend.
 
@@ -43,7 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     max_tokens: int
-    """Upper bound on output tokens, >= 1; prompt + max_tokens <= max_model_len."""
+    """Upper bound on output tokens; prompt + max_tokens <= max_model_len. 0 computes the
+    prompt (for its logprobs) and ends with LENGTH."""
     temperature: float = 1.0
     """>= 0; 0 is greedy."""
     top_p: float = 1.0
@@ -74,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How many likeliest tokens to report beside each drawn one; None reports nothing."""
     prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    beam: BeamParams | None = None
 
 
 class FinishReason(enum.IntEnum):

@@ -61,6 +61,22 @@ class SeqStep(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """KV blocks that are copied whole before the step computes, in the order of the
+    fields and, within one, all at the same time."""
+
+    offload: tuple[tuple[int, int], ...] = ()
+    """(device block, host block): what the prefix cache evicts."""
+    restore: tuple[tuple[int, int], ...] = ()
+    """(host block, device block)"""
+    copy: tuple[tuple[int, int], ...] = ()
+    """(device block, device block): a fork's partial block."""
+
+
+NO_MOVES = BlockMoves()
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
     freed_rows: tuple[int, ...]
@@ -68,6 +84,7 @@ class StepPlan:
     new_seqs: tuple[NewSeq, ...]
     seqs: tuple[SeqStep, ...]
     """Decodes (one new token, sampling) first, then prefill chunks."""
+    moves: BlockMoves = NO_MOVES
 
     @property
     def num_tokens(self) -> int:

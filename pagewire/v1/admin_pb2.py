@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/admin.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x05\"\x19\n\x17ResetPrefixCacheRequest\"4\n\x18ResetPrefixCacheResponse\x12\x18\n\x10num_blocks_freed\x18\x01 \x01(\x05\"\x11\n\x0fGetStatsRequest\"\xec\x02\n\x10GetStatsResponse\x12\x1e\n\x16num_requests_in_flight\x18\x01 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x06 \x01(\x01\x12\x14\n\x0c\x65ngine_epoch\x18\x07 \x01(\x04\x12\x13\n\x0b\x65ngine_step\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x03\x12\x1c\n\x14prefix_cache_queries\x18\n \x01(\x03\x12\x19\n\x11prefix_cache_hits\x18\x0b \x01(\x03\x12\x14\n\x0c\x65ngine_ready\x18\x0c \x01(\x08\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x12\n\nengine_pid\x18\x0e \x01(\x05\x32\xf8\x01\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.pagewire.v1.DrainRequest\x1a\x1a.pagewire.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.pagewire.v1.ResetPrefixCacheRequest\x1a%.pagewire.v1.ResetPrefixCacheResponse\x12G\n\x08GetStats\x12\x1c.pagewire.v1.GetStatsRequest\x1a\x1d.pagewire.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/admin.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x06\x65ngine\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_engine\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x05\"\x19\n\x17ResetPrefixCacheRequest\"4\n\x18ResetPrefixCacheResponse\x12\x18\n\x10num_blocks_freed\x18\x01 \x01(\x05\"\x11\n\x0fGetStatsRequest\"\x97\x03\n\x10GetStatsResponse\x12\x1e\n\x16num_requests_in_flight\x18\x01 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x06 \x01(\x01\x12\x14\n\x0c\x65ngine_epoch\x18\x07 \x01(\x04\x12\x13\n\x0b\x65ngine_step\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x03\x12\x1c\n\x14prefix_cache_queries\x18\n \x01(\x03\x12\x19\n\x11prefix_cache_hits\x18\x0b \x01(\x03\x12\x14\n\x0c\x65ngine_ready\x18\x0c \x01(\x08\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x12\n\nengine_pid\x18\x0e \x01(\x05\x12)\n\x07\x65ngines\x18\x0f \x03(\x0b\x32\x18.pagewire.v1.EngineStats\"\xf2\x01\n\x0b\x45ngineStats\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x07 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x08 \x01(\x05\x12\x12\n\nnum_blocks\x18\t \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\n \x01(\x05\x12\x1e\n\x16num_requests_in_flight\x18\x0b \x01(\x05\x32\xf8\x01\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.pagewire.v1.DrainRequest\x1a\x1a.pagewire.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.pagewire.v1.ResetPrefixCacheRequest\x1a%.pagewire.v1.ResetPrefixCacheResponse\x12G\n\x08GetStats\x12\x1c.pagewire.v1.GetStatsRequest\x1a\x1d.pagewire.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.admin_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAINREQUEST']._serialized_start=72
-  _globals['_DRAINREQUEST']._serialized_end=130
-  _globals['_DRAINRESPONSE']._serialized_start=132
-  _globals['_DRAINRESPONSE']._serialized_end=171
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=173
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=198
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=200
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=252
-  _globals['_GETSTATSREQUEST']._serialized_start=254
-  _globals['_GETSTATSREQUEST']._serialized_end=271
-  _globals['_GETSTATSRESPONSE']._serialized_start=274
-  _globals['_GETSTATSRESPONSE']._serialized_end=638
-  _globals['_ADMINSERVICE']._serialized_start=641
-  _globals['_ADMINSERVICE']._serialized_end=889
+  _globals['_DRAINREQUEST']._serialized_end=162
+  _globals['_DRAINRESPONSE']._serialized_start=164
+  _globals['_DRAINRESPONSE']._serialized_end=203
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=205
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=230
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=232
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=284
+  _globals['_GETSTATSREQUEST']._serialized_start=286
+  _globals['_GETSTATSREQUEST']._serialized_end=303
+  _globals['_GETSTATSRESPONSE']._serialized_start=306
+  _globals['_GETSTATSRESPONSE']._serialized_end=713
+  _globals['_ENGINESTATS']._serialized_start=716
+  _globals['_ENGINESTATS']._serialized_end=958
+  _globals['_ADMINSERVICE']._serialized_start=961
+  _globals['_ADMINSERVICE']._serialized_end=1209
 # @@protoc_insertion_point(module_scope)

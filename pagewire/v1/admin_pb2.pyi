@@ -1,18 +1,21 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout",)
+    __slots__ = ("timeout", "engine")
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     timeout: _duration_pb2.Duration
-    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    engine: str
+    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("num_unfinished",)
@@ -35,7 +38,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_requests_in_flight", "num_requests_running", "num_requests_waiting", "num_blocks", "num_free_blocks", "kv_cache_usage", "engine_epoch", "engine_step", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "engine_ready", "draining", "engine_pid")
+    __slots__ = ("num_requests_in_flight", "num_requests_running", "num_requests_waiting", "num_blocks", "num_free_blocks", "kv_cache_usage", "engine_epoch", "engine_step", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "engine_ready", "draining", "engine_pid", "engines")
     NUM_REQUESTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +53,7 @@ class GetStatsResponse(_message.Message):
     ENGINE_READY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     num_requests_in_flight: int
     num_requests_running: int
     num_requests_waiting: int
@@ -64,4 +68,31 @@ class GetStatsResponse(_message.Message):
     engine_ready: bool
     draining: bool
     engine_pid: int
-    def __init__(self, num_requests_in_flight: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., engine_epoch: _Optional[int] = ..., engine_step: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., engine_pid: _Optional[int] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStats]
+    def __init__(self, num_requests_in_flight: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., engine_epoch: _Optional[int] = ..., engine_step: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., engine_pid: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStats, _Mapping]]] = ...) -> None: ...
+
+class EngineStats(_message.Message):
+    __slots__ = ("address", "ready", "draining", "epoch", "step", "pid", "num_requests_running", "num_requests_waiting", "num_blocks", "num_free_blocks", "num_requests_in_flight")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    ready: bool
+    draining: bool
+    epoch: int
+    step: int
+    pid: int
+    num_requests_running: int
+    num_requests_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_requests_in_flight: int
+    def __init__(self, address: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., pid: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_requests_in_flight: _Optional[int] = ...) -> None: ...

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagewire/v1/common.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x8c\x08\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x07\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\x05H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0f \x01(\x02H\x0c\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.pagewire.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x35\n\x11\x61llowed_token_ids\x18\x12 \x01(\x0b\x32\x15.pagewire.v1.TokenIdsH\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\x05H\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x0f\x88\x01\x01\x12\x0e\n\x01n\x18\x15 \x01(\x05H\x10\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x17 \x01(\x05H\x11\x88\x01\x01\x12\x38\n\x11structured_output\x18\x16 \x01(\x0b\x32\x1d.pagewire.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x14\n\x12_allowed_token_idsB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\n\n\x08_best_of\"\xc5\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\x37\n\x06\x63hoice\x18\x04 \x01(\x0b\x32%.pagewire.v1.StructuredOutput.ChoicesH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x0c\n\nconstraint\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\"d\n\x10PositionLogprobs\x12(\n\x05token\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.pagewire.v1.TokenLogprob\"B\n\x0ePromptLogprobs\x12\x30\n\tpositions\x18\x01 \x03(\x0b\x32\x1d.pagewire.v1.PositionLogprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe7\x01\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x30\n\x0ftemplate_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\\\n\tStopMatch\x12\x15\n\x0bstop_string\x18\x01 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12\x16\n\x0c\x65os_token_id\x18\x03 \x01(\x05H\x00\x42\x07\n\x05match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\x8a\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagewire/v1/common.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xc8\t\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x07\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\x05H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0f \x01(\x02H\x0c\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.pagewire.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x35\n\x11\x61llowed_token_ids\x18\x12 \x01(\x0b\x32\x15.pagewire.v1.TokenIdsH\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\x05H\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x0f\x88\x01\x01\x12\x0e\n\x01n\x18\x15 \x01(\x05H\x10\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x17 \x01(\x05H\x11\x88\x01\x01\x12\x38\n\x11structured_output\x18\x16 \x01(\x0b\x32\x1d.pagewire.v1.StructuredOutput\x12*\n\x1dspaces_between_special_tokens\x18\x18 \x01(\x08H\x12\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x19 \x01(\x05H\x13\x88\x01\x01\x12,\n\x0b\x62\x65\x61m_search\x18\x1a \x01(\x0b\x32\x17.pagewire.v1.BeamSearch\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x14\n\x12_allowed_token_idsB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB \n\x1e_spaces_between_special_tokensB\x19\n\x17_truncate_prompt_tokens\"\x8d\x02\n\nBeamSearch\x12\x12\n\nbeam_width\x18\x01 \x01(\x05\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12=\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32%.pagewire.v1.BeamSearch.EarlyStopping\"|\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45\x41RLY_STOPPING_TRUE\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_FALSE\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03\x42\x11\n\x0f_length_penalty\"\xc5\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\x37\n\x06\x63hoice\x18\x04 \x01(\x0b\x32%.pagewire.v1.StructuredOutput.ChoicesH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x0c\n\nconstraint\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\"d\n\x10PositionLogprobs\x12(\n\x05token\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.pagewire.v1.TokenLogprob\"B\n\x0ePromptLogprobs\x12\x30\n\tpositions\x18\x01 \x03(\x0b\x32\x1d.pagewire.v1.PositionLogprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x9f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.pagewire.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\x0f\n\r_tool_call_idB\x07\n\x05_name\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"Z\n\nToolChoice\x12\x0e\n\x04\x61uto\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04none\x18\x02 \x01(\x08H\x00\x12\x12\n\x08required\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04name\x18\x04 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"\xb7\x02\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x30\n\x0ftemplate_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12 \n\x05tools\x18\x05 \x03(\x0b\x32\x11.pagewire.v1.Tool\x12,\n\x0btool_choice\x18\x06 \x01(\x0b\x32\x17.pagewire.v1.ToolChoiceB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\\\n\tStopMatch\x12\x15\n\x0bstop_string\x18\x01 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12\x16\n\x0c\x65os_token_id\x18\x03 \x01(\x05H\x00\x42\x07\n\x05match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\x8a\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,32 +35,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2199
-  _globals['_FINISHREASON']._serialized_end=2294
+  _globals['_FINISHREASON']._serialized_start=3092
+  _globals['_FINISHREASON']._serialized_end=3217
   _globals['_SAMPLINGPARAMS']._serialized_start=104
-  _globals['_SAMPLINGPARAMS']._serialized_end=1140
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=798
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=846
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=1143
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1340
-  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=1302
-  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=1326
-  _globals['_TOKENLOGPROB']._serialized_start=1342
-  _globals['_TOKENLOGPROB']._serialized_end=1405
-  _globals['_POSITIONLOGPROBS']._serialized_start=1407
-  _globals['_POSITIONLOGPROBS']._serialized_end=1507
-  _globals['_PROMPTLOGPROBS']._serialized_start=1509
-  _globals['_PROMPTLOGPROBS']._serialized_end=1575
-  _globals['_TOKENIDS']._serialized_start=1577
-  _globals['_TOKENIDS']._serialized_end=1600
-  _globals['_CHATMESSAGE']._serialized_start=1602
-  _globals['_CHATMESSAGE']._serialized_end=1646
-  _globals['_CHATINPUT']._serialized_start=1649
-  _globals['_CHATINPUT']._serialized_end=1880
-  _globals['_STOPMATCH']._serialized_start=1882
-  _globals['_STOPMATCH']._serialized_end=1974
-  _globals['_USAGE']._serialized_start=1976
-  _globals['_USAGE']._serialized_end=2056
-  _globals['_TIMINGS']._serialized_start=2059
-  _globals['_TIMINGS']._serialized_end=2197
+  _globals['_SAMPLINGPARAMS']._serialized_end=1328
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=925
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=973
+  _globals['_BEAMSEARCH']._serialized_start=1331
+  _globals['_BEAMSEARCH']._serialized_end=1600
+  _globals['_BEAMSEARCH_EARLYSTOPPING']._serialized_start=1457
+  _globals['_BEAMSEARCH_EARLYSTOPPING']._serialized_end=1581
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1603
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1800
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=1762
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=1786
+  _globals['_TOKENLOGPROB']._serialized_start=1802
+  _globals['_TOKENLOGPROB']._serialized_end=1865
+  _globals['_POSITIONLOGPROBS']._serialized_start=1867
+  _globals['_POSITIONLOGPROBS']._serialized_end=1967
+  _globals['_PROMPTLOGPROBS']._serialized_start=1969
+  _globals['_PROMPTLOGPROBS']._serialized_end=2035
+  _globals['_TOKENIDS']._serialized_start=2037
+  _globals['_TOKENIDS']._serialized_end=2060
+  _globals['_CHATMESSAGE']._serialized_start=2063
+  _globals['_CHATMESSAGE']._serialized_end=2222
+  _globals['_TOOL']._serialized_start=2224
+  _globals['_TOOL']._serialized_end=2310
+  _globals['_TOOLCALL']._serialized_start=2312
+  _globals['_TOOLCALL']._serialized_end=2367
+  _globals['_TOOLCHOICE']._serialized_start=2369
+  _globals['_TOOLCHOICE']._serialized_end=2459
+  _globals['_CHATINPUT']._serialized_start=2462
+  _globals['_CHATINPUT']._serialized_end=2773
+  _globals['_STOPMATCH']._serialized_start=2775
+  _globals['_STOPMATCH']._serialized_end=2867
+  _globals['_USAGE']._serialized_start=2869
+  _globals['_USAGE']._serialized_end=2949
+  _globals['_TIMINGS']._serialized_start=2952
+  _globals['_TIMINGS']._serialized_end=3090
 # @@protoc_insertion_point(module_scope)

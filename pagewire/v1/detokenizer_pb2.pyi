@@ -21,7 +21,7 @@ class GetTokenizerInfoResponse(_message.Message):
     def __init__(self, has_chat_template: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
-    __slots__ = ("sequence", "prompt_tail", "skip_special_tokens", "stop", "include_stop_str_in_output", "replay_token_ids", "replay_emitted_chars", "min_tokens")
+    __slots__ = ("sequence", "prompt_tail", "skip_special_tokens", "stop", "include_stop_str_in_output", "replay_token_ids", "replay_emitted_chars", "min_tokens", "spaces_between_special_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TAIL_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class OpenSequence(_message.Message):
     REPLAY_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_EMITTED_CHARS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     prompt_tail: _containers.RepeatedScalarFieldContainer[int]
     skip_special_tokens: bool
@@ -38,7 +39,8 @@ class OpenSequence(_message.Message):
     replay_token_ids: _containers.RepeatedScalarFieldContainer[int]
     replay_emitted_chars: int
     min_tokens: int
-    def __init__(self, sequence: _Optional[int] = ..., prompt_tail: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., replay_token_ids: _Optional[_Iterable[int]] = ..., replay_emitted_chars: _Optional[int] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    spaces_between_special_tokens: bool
+    def __init__(self, sequence: _Optional[int] = ..., prompt_tail: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., replay_token_ids: _Optional[_Iterable[int]] = ..., replay_emitted_chars: _Optional[int] = ..., min_tokens: _Optional[int] = ..., spaces_between_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class DetokenizeStreamRequest(_message.Message):
     __slots__ = ("step", "opens", "sequences", "counts", "token_ids", "finished", "closes")

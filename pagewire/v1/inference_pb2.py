@@ -22,36 +22,47 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from pagewire.v1 import common_pb2 as pagewire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagewire/v1/inference.proto\x12\x0bpagewire.v1\x1a\x18pagewire/v1/common.proto\"\xd9\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pagewire.v1.ChatInputH\x00\x12\x31\n\x10prompt_token_ids\x18\x05 \x01(\x0b\x32\x15.pagewire.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x04\x88\x01\x01\x12\x1d\n\x10return_token_ids\x18\t \x01(\x08H\x05\x88\x01\x01\x12\x13\n\x06tenant\x18\n \x01(\tH\x06\x88\x01\x01\x12\x1e\n\x11skip_prefix_cache\x18\x0b \x01(\x08H\x07\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x13\n\x11_return_token_idsB\t\n\x07_tenantB\x14\n\x12_skip_prefix_cache\"\xf4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\x07outputs\x18\x03 \x03(\x0b\x32\x1e.pagewire.v1.GeneratedSequence\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.pagewire.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.pagewire.v1.Timings\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x34\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1b.pagewire.v1.PromptLogprobs\"\xd2\x01\n\x11GeneratedSequence\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12*\n\nstop_match\x18\x05 \x01(\x0b\x32\x16.pagewire.v1.StopMatch\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.pagewire.v1.PositionLogprobs\"\xdf\x03\n\x15GenerateStreamRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pagewire.v1.ChatInputH\x00\x12\x31\n\x10prompt_token_ids\x18\x05 \x01(\x0b\x32\x15.pagewire.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x04\x88\x01\x01\x12\x1d\n\x10return_token_ids\x18\t \x01(\x08H\x05\x88\x01\x01\x12\x13\n\x06tenant\x18\n \x01(\tH\x06\x88\x01\x01\x12\x1e\n\x11skip_prefix_cache\x18\x0b \x01(\x08H\x07\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x13\n\x11_return_token_idsB\t\n\x07_tenantB\x14\n\x12_skip_prefix_cache\"k\n\x16GenerateStreamResponse\x12#\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x12.pagewire.v1.DeltaH\x00\x12#\n\x05\x66inal\x18\x02 \x01(\x0b\x32\x12.pagewire.v1.FinalH\x00\x42\x07\n\x05\x66rame\"\x9e\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.pagewire.v1.PositionLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.pagewire.v1.PromptLogprobs\"\xb0\x01\n\x05\x46inal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12,\n\x07outputs\x18\x03 \x03(\x0b\x32\x1b.pagewire.v1.SequenceFinish\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.pagewire.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.pagewire.v1.Timings\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"}\n\x0eSequenceFinish\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12*\n\nstop_match\x18\x03 \x01(\x0b\x32\x16.pagewire.v1.StopMatch\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse2\xfb\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.pagewire.v1.GenerateRequest\x1a\x1d.pagewire.v1.GenerateResponse\x12[\n\x0eGenerateStream\x12\".pagewire.v1.GenerateStreamRequest\x1a#.pagewire.v1.GenerateStreamResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.pagewire.v1.CancelRequest\x1a\x1b.pagewire.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagewire/v1/inference.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18pagewire/v1/common.proto\"\xf5\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pagewire.v1.ChatInputH\x00\x12\x31\n\x10prompt_token_ids\x18\x05 \x01(\x0b\x32\x15.pagewire.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x04\x88\x01\x01\x12\x1d\n\x10return_token_ids\x18\t \x01(\x08H\x05\x88\x01\x01\x12\x13\n\x06tenant\x18\n \x01(\tH\x06\x88\x01\x01\x12\x1e\n\x11skip_prefix_cache\x18\x0b \x01(\x08H\x07\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x0c \x01(\x08H\x08\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x13\n\x11_return_token_idsB\t\n\x07_tenantB\x14\n\x12_skip_prefix_cacheB\x07\n\x05_echo\"\xf4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\x07outputs\x18\x03 \x03(\x0b\x32\x1e.pagewire.v1.GeneratedSequence\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.pagewire.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.pagewire.v1.Timings\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x34\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1b.pagewire.v1.PromptLogprobs\"\xa5\x02\n\x11GeneratedSequence\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12*\n\nstop_match\x18\x05 \x01(\x0b\x32\x16.pagewire.v1.StopMatch\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.pagewire.v1.PositionLogprobs\x12)\n\ntool_calls\x18\x07 \x03(\x0b\x32\x15.pagewire.v1.ToolCall\x12\x17\n\nbeam_score\x18\x08 \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_beam_score\"\x85\x05\n\x15GenerateStreamRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pagewire.v1.ChatInputH\x00\x12\x31\n\x10prompt_token_ids\x18\x05 \x01(\x0b\x32\x15.pagewire.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x04\x88\x01\x01\x12\x1d\n\x10return_token_ids\x18\t \x01(\x08H\x05\x88\x01\x01\x12\x13\n\x06tenant\x18\n \x01(\tH\x06\x88\x01\x01\x12\x1e\n\x11skip_prefix_cache\x18\x0b \x01(\x08H\x07\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12-\n\tresumable\x18\r \x01(\x0b\x32\x1a.pagewire.v1.ResumeOptions\x12-\n\x0bresume_from\x18\x0e \x01(\x0b\x32\x18.pagewire.v1.ResumePoint\x12\x19\n\x0creport_queue\x18\x0f \x01(\x08H\t\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x13\n\x11_return_token_idsB\t\n\x07_tenantB\x14\n\x12_skip_prefix_cacheB\x07\n\x05_echoB\x0f\n\r_report_queue\"\x99\x01\n\rResumeOptions\x12\x36\n\twhen_lost\x18\x01 \x01(\x0e\x32#.pagewire.v1.ResumeOptions.WhenLost\"P\n\x08WhenLost\x12\x19\n\x15WHEN_LOST_UNSPECIFIED\x10\x00\x12\x14\n\x10WHEN_LOST_RUN_ON\x10\x01\x12\x13\n\x0fWHEN_LOST_PAUSE\x10\x02\"?\n\x0bResumePoint\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.pagewire.v1.ReceivedSequence\"X\n\x10ReceivedSequence\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x14\n\nnum_tokens\x18\x02 \x01(\x05H\x00\x12\x13\n\tnum_chars\x18\x03 \x01(\x05H\x00\x42\n\n\x08received\"\x92\x01\n\x16GenerateStreamResponse\x12#\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x12.pagewire.v1.DeltaH\x00\x12#\n\x05\x66inal\x18\x02 \x01(\x0b\x32\x12.pagewire.v1.FinalH\x00\x12%\n\x06queued\x18\x03 \x01(\x0b\x32\x13.pagewire.v1.QueuedH\x00\x42\x07\n\x05\x66rame\"M\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x31\n\x0e\x65stimated_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc9\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.pagewire.v1.PositionLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.pagewire.v1.PromptLogprobs\x12)\n\ntool_calls\x18\x06 \x03(\x0b\x32\x15.pagewire.v1.ToolCall\"\xb0\x01\n\x05\x46inal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12,\n\x07outputs\x18\x03 \x03(\x0b\x32\x1b.pagewire.v1.SequenceFinish\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.pagewire.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.pagewire.v1.Timings\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xa5\x01\n\x0eSequenceFinish\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12*\n\nstop_match\x18\x03 \x01(\x0b\x32\x16.pagewire.v1.StopMatch\x12\x17\n\nbeam_score\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_beam_score\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse2\xfb\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.pagewire.v1.GenerateRequest\x1a\x1d.pagewire.v1.GenerateResponse\x12[\n\x0eGenerateStream\x12\".pagewire.v1.GenerateStreamRequest\x1a#.pagewire.v1.GenerateStreamResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.pagewire.v1.CancelRequest\x1a\x1b.pagewire.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=71
-  _globals['_GENERATEREQUEST']._serialized_end=544
-  _globals['_GENERATERESPONSE']._serialized_start=547
-  _globals['_GENERATERESPONSE']._serialized_end=791
-  _globals['_GENERATEDSEQUENCE']._serialized_start=794
-  _globals['_GENERATEDSEQUENCE']._serialized_end=1004
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=1007
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=1486
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1488
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1595
-  _globals['_DELTA']._serialized_start=1598
-  _globals['_DELTA']._serialized_end=1756
-  _globals['_FINAL']._serialized_start=1759
-  _globals['_FINAL']._serialized_end=1935
-  _globals['_SEQUENCEFINISH']._serialized_start=1937
-  _globals['_SEQUENCEFINISH']._serialized_end=2062
-  _globals['_CANCELREQUEST']._serialized_start=2064
-  _globals['_CANCELREQUEST']._serialized_end=2099
-  _globals['_CANCELRESPONSE']._serialized_start=2101
-  _globals['_CANCELRESPONSE']._serialized_end=2117
-  _globals['_INFERENCESERVICE']._serialized_start=2120
-  _globals['_INFERENCESERVICE']._serialized_end=2371
+  _globals['_GENERATEREQUEST']._serialized_start=103
+  _globals['_GENERATEREQUEST']._serialized_end=604
+  _globals['_GENERATERESPONSE']._serialized_start=607
+  _globals['_GENERATERESPONSE']._serialized_end=851
+  _globals['_GENERATEDSEQUENCE']._serialized_start=854
+  _globals['_GENERATEDSEQUENCE']._serialized_end=1147
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=1150
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=1795
+  _globals['_RESUMEOPTIONS']._serialized_start=1798
+  _globals['_RESUMEOPTIONS']._serialized_end=1951
+  _globals['_RESUMEOPTIONS_WHENLOST']._serialized_start=1871
+  _globals['_RESUMEOPTIONS_WHENLOST']._serialized_end=1951
+  _globals['_RESUMEPOINT']._serialized_start=1953
+  _globals['_RESUMEPOINT']._serialized_end=2016
+  _globals['_RECEIVEDSEQUENCE']._serialized_start=2018
+  _globals['_RECEIVEDSEQUENCE']._serialized_end=2106
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2109
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2255
+  _globals['_QUEUED']._serialized_start=2257
+  _globals['_QUEUED']._serialized_end=2334
+  _globals['_DELTA']._serialized_start=2337
+  _globals['_DELTA']._serialized_end=2538
+  _globals['_FINAL']._serialized_start=2541
+  _globals['_FINAL']._serialized_end=2717
+  _globals['_SEQUENCEFINISH']._serialized_start=2720
+  _globals['_SEQUENCEFINISH']._serialized_end=2885
+  _globals['_CANCELREQUEST']._serialized_start=2887
+  _globals['_CANCELREQUEST']._serialized_end=2922
+  _globals['_CANCELRESPONSE']._serialized_start=2924
+  _globals['_CANCELRESPONSE']._serialized_end=2940
+  _globals['_INFERENCESERVICE']._serialized_start=2943
+  _globals['_INFERENCESERVICE']._serialized_end=3194
 # @@protoc_insertion_point(module_scope)

@@ -133,6 +133,19 @@ class RequestLogprobs(Message, frozen=True):
     """All prompt positions, once, with the first output token."""
 
 
+class Beam(Message, frozen=True):
+    """One of the sequences that a beam search found."""
+
+    token_ids: bytes
+    """int32, the whole output, with the EOS or stop token that ended it."""
+    score: float
+    reason: int
+    """FinishReason: STOP or LENGTH."""
+    stop_token_id: int | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """One for each of token_ids, if asked for."""
+
+
 class Finished(Message, frozen=True):
     """A request's one terminal outcome."""
 
@@ -152,6 +165,9 @@ class Finished(Message, frozen=True):
     """The request's field that caused an ERROR which its sender can mend."""
     deadline_missed: bool = False
     """For reason ABORT: its deadline passed, or could not be met any more."""
+    beams: tuple[Beam, ...] = ()
+    """Of a request with sampling.beam: num_return of them, best first; no ids of it come
+    in any StepOutput row."""
 
 
 class StepStats(Message, frozen=True):

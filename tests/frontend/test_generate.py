@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pagewire.v1 import common_pb2, inference_pb2, model_pb2, tokenizer_pb2
+from pagewire.v1 import common_pb2, model_pb2, tokenizer_pb2
 from tests.support.fake_engine import EOS, TEXT, FakeRequest, letters
 
 if TYPE_CHECKING:
@@ -215,10 +215,3 @@ async def test_tokenize_errors_keep_their_field(stack: Stack) -> None:
     )
     assert failure.code.name == "NOT_FOUND"
     assert failure.fields == ["model"]
-
-
-def test_requests_share_their_fields() -> None:
-    """GenerateStreamRequest is documented as having GenerateRequest's fields."""
-    one = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
-    two = inference_pb2.GenerateStreamRequest.DESCRIPTOR.fields_by_name
-    assert {n: f.number for n, f in one.items()} == {n: f.number for n, f in two.items()}

@@ -58,11 +58,14 @@ def test_unary_requests_and_responses_carry_their_method_name(service: str) -> N
 
 
 def test_the_streaming_request_has_the_fields_of_the_unary_one() -> None:
+    """And three of its own, which the proto calls so."""
     unary = inference_pb2.GenerateRequest.DESCRIPTOR.fields
     stream = inference_pb2.GenerateStreamRequest.DESCRIPTOR.fields
     assert [(f.name, f.number, f.type, f.has_presence) for f in unary] == [
-        (f.name, f.number, f.type, f.has_presence) for f in stream
+        (f.name, f.number, f.type, f.has_presence) for f in stream[: len(unary)]
     ]
+    only_streams = ["resumable", "resume_from", "report_queue"]
+    assert [f.name for f in stream[len(unary) :]] == only_streams
 
 
 def test_sampling_scalars_tell_zero_from_unset() -> None:
