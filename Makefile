@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python bench/tokenizer.py $(ARGS)
+	$(BIN)/pagewire bench throughput $(ARGS)
 
 protos: $(VENV)/.dev
 	$(BIN)/python scripts/gen_protos.py

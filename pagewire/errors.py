@@ -6,8 +6,12 @@
      |   +- NotFound            no such model or request
      |   +- AlreadyExists       request id in flight
      |   +- QueueFull           admission bounds reached; says when to retry
+     |   +- QuotaExceeded       a tenant's own limit reached; says when to retry
+     |   +- Unauthenticated     no key, or an unknown one
+     |   +- PermissionDenied    the key may not do this
      |   +- MessageTooLarge     over the size limit
      |   +- FeatureDisabled     switched off on this server
+     |   +- FailedPrecondition  cannot be done as things stand
      |   +- DeadlineExceeded
      |   +- Cancelled
      +- ServerError             the caller may try again, elsewhere or later
@@ -47,7 +51,7 @@ class InvalidRequest(ClientError):
 
 
 class NotFound(ClientError):
-    """`resource` is "model" or "request"; `field` is where the caller named it."""
+    """`resource` is "model", "request" or "engine"; `field` is where the caller named it."""
 
     code = "not_found"
 
@@ -65,15 +69,46 @@ class AlreadyExists(ClientError):
 class QueueFull(ClientError):
     """Admission bounds are reached.
 
-    retry_after is in seconds; queue_depth counts the requests in flight.
+    retry_after is in seconds; queue_depth counts the requests in flight, queued_tokens
+    the prompt tokens that wait for their first output.
     """
 
     code = "queue_full"
 
-    def __init__(self, message: str, *, retry_after: float, queue_depth: int) -> None:
+    def __init__(
+        self, message: str, *, retry_after: float, queue_depth: int, queued_tokens: int = 0
+    ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
         self.queue_depth = queue_depth
+        self.queued_tokens = queued_tokens
+
+
+class QuotaExceeded(ClientError):
+    """A limit of the tenant's own is reached. `quota` is its name in the limits file.
+
+    retry_after is in seconds.
+    """
+
+    code = "quota_exceeded"
+
+    def __init__(self, message: str, *, tenant: str, quota: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.tenant = tenant
+        self.quota = quota
+        self.retry_after = retry_after
+
+
+class Unauthenticated(ClientError):
+    """The caller did not say who it is, or nobody knows it."""
+
+    code = "unauthenticated"
+
+
+class PermissionDenied(ClientError):
+    """The caller is known, and may not do this."""
+
+    code = "permission_denied"
 
 
 class MessageTooLarge(ClientError):
@@ -81,7 +116,19 @@ class MessageTooLarge(ClientError):
 
 
 class FeatureDisabled(ClientError):
+    """`field` asked for it."""
+
     code = "feature_disabled"
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class FailedPrecondition(ClientError):
+    """What is asked for cannot be done as things stand."""
+
+    code = "failed_precondition"
 
 
 class DeadlineExceeded(ClientError):

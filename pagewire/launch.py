@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import functools
 import logging
 import os
 import shutil
@@ -18,11 +19,19 @@ import signal
 import stat
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.config import EngineConfig, FrontendConfig, RoomConfig, ServeConfig, TokenizerConfig
+from pagewire.config import (
+    CHOSEN_BY_LAUNCHER,
+    EngineConfig,
+    FrontendConfig,
+    RoomConfig,
+    ServeConfig,
+    TokenizerConfig,
+)
 from pagewire.errors import ConfigError
 from pagewire.obs.logging import setup_logging
 from pagewire.obs.ready import ADMIN, GRPC, HTTP, MODEL, read_ready_file, write_ready_file
@@ -34,24 +43,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FRONTEND, _TOKENIZER, _ENGINE = "frontend", "tokenizer_svc", "engine_core"
-_ADDRESS_FIELDS = (
-    "tokenizer_bind",
-    "tokenizer_address",
-    "engine_bind",
-    "engine_address",
-    "outputs_bind",
-    "outputs_advertise",
-)
 # sun_path holds 108 bytes with its final zero; ZeroMQ and gRPC add nothing to it.
 _MAX_SOCKET_PATH = 107
-_SOCKET_TAIL = len("/pagewire-12345678/tokenizer.sock")
+_SOCKET_TAIL = len("/pagewire-12345678/commands.sock.15")
 _POLL_S = 0.05
 _STOP_S = 10.0
 _MAX_BACKOFF_S = 30.0
-_STEADY_S = 60.0
+_STEADY_S = 5.0
+"""A room that served for so long does start: it is not made to wait for its next start."""
 _PERMANENT = frozenset({2, 3})
 # A room that is still importing when SIGTERM comes dies by it.
 _STOPPED = frozenset({0, -signal.SIGTERM})
+ORPHANED = signal.SIGUSR2
+"""Tells the frontend that the launcher was killed. It must not drain then: the engine has
+gone too, and the next server wants its ports."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,7 +68,7 @@ def serve(config: ServeConfig) -> int:
     ends before all are ready stops the others and its status is ours. Raises
     ConfigError where a socket address is set that the launcher chooses itself.
     """
-    for name in _ADDRESS_FIELDS:
+    for name in CHOSEN_BY_LAUNCHER:
         if name in config.model_fields_set:
             raise ConfigError(
                 f"{flag_name(name)}: `pagewire serve` connects its rooms itself; "
@@ -129,8 +134,12 @@ class _Room:
     """One child process, restarted in place."""
 
     name: str
+    module: str
+    """The package that runs as it."""
     flags: list[str]
     ready_file: Path
+    orphaned: signal.Signals = signal.SIGTERM
+    """What it gets when the launcher is killed."""
     process: asyncio.subprocess.Process | None = None
     exited: asyncio.Task[int] | None = field(default=None, repr=False)
 
@@ -144,12 +153,12 @@ class _Room:
             sys.executable,
             "-P",
             "-m",
-            self.name,
+            self.module,
             *self.flags,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(die_with_parent, self.orphaned),
         )
         self.exited = asyncio.create_task(self.process.wait())
 
@@ -159,6 +168,13 @@ class _Room:
 
     def facts(self) -> dict[str, Any] | None:
         return read_ready_file(self.ready_file)
+
+    def served_s(self) -> float:
+        """Seconds since it was ready; 0 if it is not."""
+        try:
+            return time.time() - self.ready_file.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def signal(self, number: signal.Signals) -> None:
         if self.process is not None and self.alive:
@@ -180,9 +196,9 @@ class _Room:
             return None
 
 
-def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM once the launcher is gone, also by SIGKILL."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(number: signal.Signals) -> None:
+    """In the child, before exec: a signal once the launcher is gone, also by SIGKILL."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 class _Stack:
@@ -260,17 +276,15 @@ class _Stack:
     async def _watch(self, room: _Room) -> None:
         """Restarts a room that dies once all have been ready; the frontend, and a
         room that cannot start again as it is configured, end the server."""
-        loop = asyncio.get_running_loop()
         backoff = 0.0
         while True:
-            started = loop.time()
             status = await room.wait()
             assert status is not None
             if self._stopping:
                 return
             if not self._ready or room is self._frontend or status in _PERMANENT:
                 raise _RoomEnded(room.name, status)
-            if loop.time() - started > _STEADY_S:
+            if room.served_s() > _STEADY_S:
                 backoff = 0.0
             when = f"in {backoff:g} s" if backoff else "at once"
             logger.error("%s; starting it again %s", _ending(room.name, status), when)
@@ -285,7 +299,8 @@ class _Stack:
         """The frontend first, while there is an engine to finish what runs."""
         self._stopping = True
         clean = True
-        patience = self._config.drain_timeout + _STOP_S if drain else _STOP_S
+        drain_s = self._config.drain_grace + self._config.drain_timeout
+        patience = drain_s + _STOP_S if drain else _STOP_S
         for rooms, limit in (([self._frontend], patience), (self._rooms[1:], _STOP_S)):
             running = [room for room in rooms if room.alive]
             for room in running:
@@ -302,27 +317,37 @@ class _Stack:
 
 
 def _rooms(config: ServeConfig, directory: Path) -> list[_Room]:
-    commands = f"ipc://{directory}/commands.sock"
+    """The frontend first, then tokenizer_svc and the engines."""
+    engines = [_ENGINE, *(f"{_ENGINE}.{number}" for number in range(1, config.num_engines))]
+    commands = {
+        name: f"ipc://{directory}/commands.sock{name.removeprefix(_ENGINE)}" for name in engines
+    }
     tokenizer = f"unix:{directory}/tokenizer.sock"
     connected = config.model_copy(
         update={
             "tokenizer_bind": tokenizer,
             "tokenizer_address": tokenizer,
-            "engine_bind": commands,
-            "engine_address": commands,
+            "engine_address": ",".join(commands.values()),
             "outputs_bind": f"ipc://{directory}/outputs.sock",
         }
     )
     rooms: dict[str, type[RoomConfig]] = {
         _FRONTEND: FrontendConfig,
         _TOKENIZER: TokenizerConfig,
-        _ENGINE: EngineConfig,
+        **dict.fromkeys(engines, EngineConfig),
     }
+    cpu_threads = config.cpu_threads
+    if cpu_threads is None and config.num_engines > 1:
+        cpu_threads = max(1, len(os.sched_getaffinity(0)) // config.num_engines)
     result = []
     for name, cls in rooms.items():
         ready_file = directory / f"{name}.json"
-        mine = connected.model_copy(update={"ready_file": str(ready_file)})
-        result.append(_Room(name, as_flags(mine, cls), ready_file))
+        mine: dict[str, object] = {"ready_file": str(ready_file)}
+        if cls is EngineConfig:
+            mine |= {"engine_bind": commands[name], "cpu_threads": cpu_threads}
+        orphaned = ORPHANED if name == _FRONTEND else signal.SIGTERM
+        flags = as_flags(connected.model_copy(update=mine), cls)
+        result.append(_Room(name, name.partition(".")[0], flags, ready_file, orphaned))
     return result
 
 

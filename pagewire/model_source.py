@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +10,7 @@ from typing import Literal
 
 from pagewire.config import EMBEDDED_MODEL
 from pagewire.errors import ModelLoadError
-
-_GGUF_MAGIC = b"GGUF"
+from pagewire.gguf_file import GGUF_MAGIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ def resolve_model(model: str, served_model_name: str | None = None) -> ModelSour
     if path.is_file():
         return ModelSource("gguf", _check_gguf(path), served_model_name or path.stem)
     if (path / "config.json").is_file():
+        _check_config(path / "config.json")
         return ModelSource("hf", path, served_model_name or path.resolve().name)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
@@ -46,10 +47,21 @@ def resolve_model(model: str, served_model_name: str | None = None) -> ModelSour
     raise ModelLoadError(f"--model {model}: neither config.json nor a .gguf file in it")
 
 
+def _check_config(path: Path) -> None:
+    """What is in it is for the engine to judge; but that it can be read is said by whichever
+    room looks first, before anything that is missing beside it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: expected a JSON object, found {type(value).__name__}")
+
+
 def _check_gguf(path: Path) -> Path:
     with path.open("rb") as file:
         magic = file.read(4)
-    if magic != _GGUF_MAGIC:
+    if magic != GGUF_MAGIC:
         raise ModelLoadError(f"{path}: not a GGUF file (it begins with {magic!r})")
     return path
 

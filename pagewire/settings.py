@@ -23,7 +23,14 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from pagewire.config import EngineConfig, FrontendConfig, RoomConfig, ServeConfig, TokenizerConfig
+from pagewire.config import (
+    CHOSEN_BY_LAUNCHER,
+    EngineConfig,
+    FrontendConfig,
+    RoomConfig,
+    ServeConfig,
+    TokenizerConfig,
+)
 from pagewire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +39,8 @@ if TYPE_CHECKING:
 ENV_PREFIX = "PAGEWIRE_"
 CONFIG_VARIABLE = "PAGEWIRE_CONFIG"
 ADDRESS_VARIABLE = "PAGEWIRE_ADDRESS"
-"""Read by the client commands, not by a room."""
+API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
+"""These two are read by the client commands, not by a room."""
 
 _TABLES: dict[str, type[RoomConfig]] = {
     "frontend": FrontendConfig,
@@ -122,7 +130,8 @@ def _read_flags(
         field = names[0].removeprefix("--").replace("-", "_")
         if "metavar" in options:
             options["metavar"] = _metavar(cls, field)
-        options["help"] = _help(cls, field)
+        is_refused = cls is ServeConfig and field in CHOSEN_BY_LAUNCHER
+        options["help"] = argparse.SUPPRESS if is_refused else _help(cls, field)
         groups[_owner(field)].add_argument(*names, **options)
 
     source = CliSettingsSource[argparse.ArgumentParser](
@@ -136,9 +145,12 @@ def _read_flags(
     parsed, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise ConfigError(_unknown_flag(cls, unknown[0]))
-    given = vars(parsed)
-    config_file = given.pop("config")
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in vars(parsed).items() if value is not None}
+    for name, value in given.items():
+        # pydantic-settings would take it for a flag that was not given.
+        if value == "":
+            raise ConfigError(f"{flag_name(name)}: must not be empty")
+    config_file = given.pop("config", None)
     values = source(parsed_args=given)()
     return _checked(cls, values, flag_name), config_file
 
@@ -193,7 +205,8 @@ def _help(cls: type[RoomConfig], field: str) -> str:
 
 
 def _read_environment(cls: type[RoomConfig]) -> dict[str, Any]:
-    known = {CONFIG_VARIABLE, ADDRESS_VARIABLE, *map(variable_name, ServeConfig.model_fields)}
+    client = {ADDRESS_VARIABLE, API_KEY_VARIABLE}
+    known = {CONFIG_VARIABLE, *client, *map(variable_name, ServeConfig.model_fields)}
     for name in os.environ:
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(
@@ -285,7 +298,7 @@ def _checked(
 
 
 def _reason(error: Any) -> str:
-    message: str = error["msg"]
+    message: str = error["msg"].removeprefix("Value error, ")
     return f"{message[0].lower()}{message[1:]}, got {error['input']!r}"
 
 

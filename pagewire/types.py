@@ -22,6 +22,7 @@ MAX_CONSTRAINT_CHARS: Final[dict[ConstraintKind, int]] = {
     "json_object": 0,
 }
 """Of StructuredOutput.text. What is compiled recurses as deep as these nest."""
+EarlyStopping = Literal["true", "false", "never"]
 MAX_BEAM_WIDTH = 16
 MAX_JSON_WHITESPACE = 12
 """White space that may stand between two JSON tokens, in characters."""
@@ -45,7 +46,7 @@ class BeamParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of which the best are returned, <= width."""
     length_penalty: float = 1.0
     """score = sum of logprobs / length ** length_penalty."""
-    early_stopping: Literal["true", "false", "never"] = "false"
+    early_stopping: EarlyStopping = "false"
     stop: tuple[str, ...] = ()
     """A sequence is complete once its text holds one of these: the engine looks for their
     UTF-8 in the bytes of the output's tokens."""

@@ -10,6 +10,9 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pagewire.api_keys import DEFAULT_ROLES, ROLES
+from pagewire.cli.bench_flags import add_bench
+from pagewire.cli.connection import add_security
 from pagewire.cli.constraint import add_constraint
 from pagewire.errors import ConfigError, ModelLoadError
 
@@ -37,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = import_module(f"pagewire.cli.{options.command}")
         status: int = command.run(options)
+    except ConfigError as error:
+        fail(str(error))
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -143,24 +149,53 @@ def _parser() -> argparse.ArgumentParser:
             metavar="K",
             help=f"With --json: how likely {of} was, and the K likeliest in its place.",
         )
-
+    generate.add_argument(
+        "--n", type=int, metavar="N", help="With --json: so many sequences of the one prompt."
+    )
+    generate.add_argument(
+        "--best-of", type=int, metavar="N", help="With --json: of so many, the n likeliest."
+    )
     add_constraint(generate)
 
     models = commands.add_parser("models", help="list what a server serves")
     _add_connection(models)
     models.add_argument("--json", action="store_true", help="Print every fact.")
 
+    _add_keys(commands)
+    add_bench(commands, os.environ.get(_ADDRESS_VARIABLE) or _DEFAULT_ADDRESS)
+
     commands.add_parser("version", help="print the version")
     return parser
+
+
+def _add_keys(commands: Any) -> None:
+    keys = commands.add_parser("keys", help="make API keys")
+    kinds = keys.add_subparsers(dest="kind", metavar="KIND", required=True)
+    new = kinds.add_parser(
+        "new",
+        help="make a key",
+        description="Prints a new key on stderr, and on stdout its line for the file of "
+        "--api-keys, which holds only the key's hash.",
+    )
+    new.add_argument("name", metavar="NAME", help="Whose it is; this is what logs show.")
+    new.add_argument("--tenant", default="", help="The tenant that it acts for; * is any.")
+    new.add_argument(
+        "--role",
+        action="append",
+        choices=ROLES,
+        help=f"What it is for. Repeatable. [{' '.join(DEFAULT_ROLES)}]",
+    )
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
+        type=_address,
         default=os.environ.get(_ADDRESS_VARIABLE) or _DEFAULT_ADDRESS,
         help=f"The server's gRPC address. Also {_ADDRESS_VARIABLE}. [%(default)s]",
     )
     parser.add_argument("--timeout", type=_seconds, metavar="S", help="Deadline of a call.")
+    add_security(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +242,12 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be ID=X, got {text!r}") from None
+
+
+def _address(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pagewire.cli import EXIT_OK, fail, report, sampling_of
+from pagewire.cli.connection import connection_of
 from pagewire.client import Ask, CallFailed, Client
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 def run(options: argparse.Namespace) -> int:
-    with Client(options.address) as client:
+    with Client(connection_of(options)) as client:
         try:
             names = [model["name"] for model in client.models(options.timeout)]
         except CallFailed as failure:
@@ -116,6 +117,10 @@ class _Chat:
                 waiting.stop()
                 pieces.append(text)
                 self._write(text)
+        except CallFailed:
+            if pieces:
+                self._write("\n")
+            raise
         except KeyboardInterrupt:
             stream.cancel()
             waiting.stop()

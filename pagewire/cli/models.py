@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pagewire.cli import EXIT_OK, report
+from pagewire.cli.connection import connection_of
 from pagewire.client import CallFailed, Client
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ _COLUMNS = ("name", "architecture", "max_model_len", "dtype", "device")
 
 
 def run(options: argparse.Namespace) -> int:
-    with Client(options.address) as client:
+    with Client(connection_of(options)) as client:
         try:
             models = client.models(options.timeout)
         except CallFailed as failure:

@@ -102,5 +102,10 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _one_line(text: str) -> str:
-    # What a client sent may end up in a message: it must not forge a record.
-    return text.replace("\r", "\\r").replace("\n", "\\n")
+    # What a client sent may end up in a message: it must neither forge a record nor steer
+    # the terminal of whoever reads it.
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

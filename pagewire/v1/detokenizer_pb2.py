@@ -24,27 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagewire/v1/detokenizer.proto\x12\x0bpagewire.v1\"\x19\n\x17GetTokenizerInfoRequest\"^\n\x18GetTokenizerInfoResponse\x12\x19\n\x11has_chat_template\x18\x01 \x01(\x08\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x13\n\x0bnum_workers\x18\x03 \x01(\x05\"\xf7\x01\n\x0cOpenSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bprompt_tail\x18\x02 \x03(\x05\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x18\n\x10replay_token_ids\x18\x06 \x03(\x05\x12\x1c\n\x14replay_emitted_chars\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\x05\x12%\n\x1dspaces_between_special_tokens\x18\t \x01(\x08\"\xa9\x01\n\x17\x44\x65tokenizeStreamRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x05opens\x18\x02 \x03(\x0b\x32\x19.pagewire.v1.OpenSequence\x12\x11\n\tsequences\x18\x03 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x10\n\x08\x66inished\x18\x06 \x03(\x08\x12\x0e\n\x06\x63loses\x18\x07 \x03(\x06\"C\n\x0cSequenceStop\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nstop_index\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"2\n\rSequenceError\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa0\x01\n\x18\x44\x65tokenizeStreamResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tsequences\x18\x02 \x03(\x06\x12\r\n\x05texts\x18\x03 \x03(\t\x12(\n\x05stops\x18\x04 \x03(\x0b\x32\x19.pagewire.v1.SequenceStop\x12*\n\x06\x65rrors\x18\x05 \x03(\x0b\x32\x1a.pagewire.v1.SequenceError2\xda\x01\n\x12\x44\x65tokenizerService\x12\x63\n\x10\x44\x65tokenizeStream\x12$.pagewire.v1.DetokenizeStreamRequest\x1a%.pagewire.v1.DetokenizeStreamResponse(\x01\x30\x01\x12_\n\x10GetTokenizerInfo\x12$.pagewire.v1.GetTokenizerInfoRequest\x1a%.pagewire.v1.GetTokenizerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagewire/v1/detokenizer.proto\x12\x0bpagewire.v1\")\n\x14GetTokenBytesRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\'\n\x15GetTokenBytesResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\x0c\"\x19\n\x17GetTokenizerInfoRequest\"\xbb\x01\n\x18GetTokenizerInfoResponse\x12\x19\n\x11has_chat_template\x18\x01 \x01(\x08\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x13\n\x0bnum_workers\x18\x03 \x01(\x05\x12\x18\n\x10tool_call_format\x18\x04 \x01(\t\x12\x1f\n\x17\x63hat_template_has_tools\x18\x05 \x01(\x08\x12 \n\x18tool_call_special_tokens\x18\x06 \x03(\t\"\x94\x02\n\x0cOpenSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bprompt_tail\x18\x02 \x03(\x05\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x18\n\x10replay_token_ids\x18\x06 \x03(\x05\x12\x1c\n\x14replay_emitted_chars\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\x05\x12%\n\x1dspaces_between_special_tokens\x18\t \x01(\x08\x12\x1b\n\x13kept_special_tokens\x18\n \x03(\t\"\xa9\x01\n\x17\x44\x65tokenizeStreamRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x05opens\x18\x02 \x03(\x0b\x32\x19.pagewire.v1.OpenSequence\x12\x11\n\tsequences\x18\x03 \x03(\x06\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x10\n\x08\x66inished\x18\x06 \x03(\x08\x12\x0e\n\x06\x63loses\x18\x07 \x03(\x06\"C\n\x0cSequenceStop\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nstop_index\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"2\n\rSequenceError\x12\x10\n\x08sequence\x18\x01 \x01(\x06\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa0\x01\n\x18\x44\x65tokenizeStreamResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tsequences\x18\x02 \x03(\x06\x12\r\n\x05texts\x18\x03 \x03(\t\x12(\n\x05stops\x18\x04 \x03(\x0b\x32\x19.pagewire.v1.SequenceStop\x12*\n\x06\x65rrors\x18\x05 \x03(\x0b\x32\x1a.pagewire.v1.SequenceError2\xb2\x02\n\x12\x44\x65tokenizerService\x12\x63\n\x10\x44\x65tokenizeStream\x12$.pagewire.v1.DetokenizeStreamRequest\x1a%.pagewire.v1.DetokenizeStreamResponse(\x01\x30\x01\x12_\n\x10GetTokenizerInfo\x12$.pagewire.v1.GetTokenizerInfoRequest\x1a%.pagewire.v1.GetTokenizerInfoResponse\x12V\n\rGetTokenBytes\x12!.pagewire.v1.GetTokenBytesRequest\x1a\".pagewire.v1.GetTokenBytesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.detokenizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETTOKENIZERINFOREQUEST']._serialized_start=46
-  _globals['_GETTOKENIZERINFOREQUEST']._serialized_end=71
-  _globals['_GETTOKENIZERINFORESPONSE']._serialized_start=73
-  _globals['_GETTOKENIZERINFORESPONSE']._serialized_end=167
-  _globals['_OPENSEQUENCE']._serialized_start=170
-  _globals['_OPENSEQUENCE']._serialized_end=417
-  _globals['_DETOKENIZESTREAMREQUEST']._serialized_start=420
-  _globals['_DETOKENIZESTREAMREQUEST']._serialized_end=589
-  _globals['_SEQUENCESTOP']._serialized_start=591
-  _globals['_SEQUENCESTOP']._serialized_end=658
-  _globals['_SEQUENCEERROR']._serialized_start=660
-  _globals['_SEQUENCEERROR']._serialized_end=710
-  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_start=713
-  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_end=873
-  _globals['_DETOKENIZERSERVICE']._serialized_start=876
-  _globals['_DETOKENIZERSERVICE']._serialized_end=1094
+  _globals['_GETTOKENBYTESREQUEST']._serialized_start=46
+  _globals['_GETTOKENBYTESREQUEST']._serialized_end=87
+  _globals['_GETTOKENBYTESRESPONSE']._serialized_start=89
+  _globals['_GETTOKENBYTESRESPONSE']._serialized_end=128
+  _globals['_GETTOKENIZERINFOREQUEST']._serialized_start=130
+  _globals['_GETTOKENIZERINFOREQUEST']._serialized_end=155
+  _globals['_GETTOKENIZERINFORESPONSE']._serialized_start=158
+  _globals['_GETTOKENIZERINFORESPONSE']._serialized_end=345
+  _globals['_OPENSEQUENCE']._serialized_start=348
+  _globals['_OPENSEQUENCE']._serialized_end=624
+  _globals['_DETOKENIZESTREAMREQUEST']._serialized_start=627
+  _globals['_DETOKENIZESTREAMREQUEST']._serialized_end=796
+  _globals['_SEQUENCESTOP']._serialized_start=798
+  _globals['_SEQUENCESTOP']._serialized_end=865
+  _globals['_SEQUENCEERROR']._serialized_start=867
+  _globals['_SEQUENCEERROR']._serialized_end=917
+  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_start=920
+  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_end=1080
+  _globals['_DETOKENIZERSERVICE']._serialized_start=1083
+  _globals['_DETOKENIZERSERVICE']._serialized_end=1389
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,11 @@ class DetokenizerServiceStub:
                 request_serializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenizerInfoRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenizerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetTokenBytes = channel.unary_unary(
+                '/pagewire.v1.DetokenizerService/GetTokenBytes',
+                request_serializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenBytesRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenBytesResponse.FromString,
+                _registered_method=True)
 
 
 class DetokenizerServiceServicer:
@@ -68,6 +73,13 @@ class DetokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenBytes(self, request, context):
+        """What single tokens stand for, special ones included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DetokenizerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +92,11 @@ def add_DetokenizerServiceServicer_to_server(servicer, server):
                     servicer.GetTokenizerInfo,
                     request_deserializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenizerInfoRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenizerInfoResponse.SerializeToString,
+            ),
+            'GetTokenBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenBytes,
+                    request_deserializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenBytesRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_detokenizer__pb2.GetTokenBytesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,6 +156,33 @@ class DetokenizerService:
             '/pagewire.v1.DetokenizerService/GetTokenizerInfo',
             pagewire_dot_v1_dot_detokenizer__pb2.GetTokenizerInfoRequest.SerializeToString,
             pagewire_dot_v1_dot_detokenizer__pb2.GetTokenizerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.DetokenizerService/GetTokenBytes',
+            pagewire_dot_v1_dot_detokenizer__pb2.GetTokenBytesRequest.SerializeToString,
+            pagewire_dot_v1_dot_detokenizer__pb2.GetTokenBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagewire.v1 import common_pb2 as pagewire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagewire/v1/tokenizer.proto\x12\x0bpagewire.v1\x1a\x18pagewire/v1/common.proto\"u\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xcc\x01\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"^\n\x18\x41pplyChatTemplateRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.pagewire.v1.ChatInputB\x08\n\x06_model\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x32\x8e\x02\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.pagewire.v1.TokenizeRequest\x1a\x1d.pagewire.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.pagewire.v1.DetokenizeRequest\x1a\x1f.pagewire.v1.DetokenizeResponse\x12\x62\n\x11\x41pplyChatTemplate\x12%.pagewire.v1.ApplyChatTemplateRequest\x1a&.pagewire.v1.ApplyChatTemplateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagewire/v1/tokenizer.proto\x12\x0bpagewire.v1\x1a\x18pagewire/v1/common.proto\"u\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x90\x02\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12%\n\x18\x63omplete_characters_only\x18\x05 \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x1b\n\x19_complete_characters_only\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"^\n\x18\x41pplyChatTemplateRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.pagewire.v1.ChatInputB\x08\n\x06_model\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x32\x8e\x02\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.pagewire.v1.TokenizeRequest\x1a\x1d.pagewire.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.pagewire.v1.DetokenizeRequest\x1a\x1f.pagewire.v1.DetokenizeResponse\x12\x62\n\x11\x41pplyChatTemplate\x12%.pagewire.v1.ApplyChatTemplateRequest\x1a&.pagewire.v1.ApplyChatTemplateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZERESPONSE']._serialized_start=189
   _globals['_TOKENIZERESPONSE']._serialized_end=226
   _globals['_DETOKENIZEREQUEST']._serialized_start=229
-  _globals['_DETOKENIZEREQUEST']._serialized_end=433
-  _globals['_DETOKENIZERESPONSE']._serialized_start=435
-  _globals['_DETOKENIZERESPONSE']._serialized_end=469
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=471
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=565
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=567
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=627
-  _globals['_TOKENIZERSERVICE']._serialized_start=630
-  _globals['_TOKENIZERSERVICE']._serialized_end=900
+  _globals['_DETOKENIZEREQUEST']._serialized_end=501
+  _globals['_DETOKENIZERESPONSE']._serialized_start=503
+  _globals['_DETOKENIZERESPONSE']._serialized_end=537
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=539
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=633
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=635
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=695
+  _globals['_TOKENIZERSERVICE']._serialized_start=698
+  _globals['_TOKENIZERSERVICE']._serialized_end=968
 # @@protoc_insertion_point(module_scope)

@@ -92,6 +92,7 @@ class Ready(Message, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    """What is computed, for people: bfloat16, or bfloat16 with Q4_1+Q8_0 weights."""
     device: str
     num_blocks: int
     """Blocks that requests can hold: all but the null block."""
@@ -191,6 +192,15 @@ class StepStats(Message, frozen=True):
     """Prompt tokens found."""
     abort_to_free_s: tuple[float, ...] = ()
     """For aborts applied since the last output: from receipt to blocks freed."""
+    host_cache_queries: int = 0
+    """Prompt tokens that the device's cache did not have, looked up on the host."""
+    host_cache_hits: int = 0
+    """Prompt tokens restored from there."""
+    num_host_blocks: int = 0
+    """Of the second tier; 0 where there is none."""
+    num_used_host_blocks: int = 0
+    total_offloaded_blocks: int = 0
+    total_restored_blocks: int = 0
 
 
 class StepOutput(Message, frozen=True):
@@ -223,8 +233,12 @@ class Heartbeat(Message, frozen=True):
     stats: StepStats
 
 
+SHUTDOWN = "shutdown"
+"""Dead.reason of an engine that was asked to end."""
+
+
 class Dead(Message, frozen=True):
-    """The engine's last word after a fatal error."""
+    """The engine's last word: after a fatal error, or SHUTDOWN."""
 
     epoch: int
     reason: str

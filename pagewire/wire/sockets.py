@@ -15,13 +15,15 @@ What the options must see to, because ZeroMQ's defaults do not:
   the same address another frontend may have come up, with the same request ids.
 
 The wire is neither encrypted nor authenticated: ipc, loopback or a private
-network only. http://api.zeromq.org/4-3:zmq-setsockopt has the options' fine print.
+network only, and require_local() sees to it that the last is meant.
+http://api.zeromq.org/4-3:zmq-setsockopt has the options' fine print.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import re
 import secrets
@@ -79,8 +81,9 @@ def connect_commands(context: zmq.Context[Any], endpoint: str) -> Any:
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     dealer.setsockopt(zmq.LINGER, 500)  # the last aborts still go out
     dealer.setsockopt(zmq.SNDHWM, 10_000)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # The first attempt tells at once whether anybody still listens there.
+    dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     # A host that vanished sends no RST; TCP alone would retransmit for 15 minutes.
     dealer.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
@@ -199,6 +202,23 @@ def check_endpoint(endpoint: str, *, bind: bool) -> str | None:
     if not bind and (host in ("*", "0.0.0.0") or port in ("*", "0")):  # noqa: S104
         raise ConfigError(f"endpoint {endpoint!r}: an address to connect to has no wildcards")
     return None
+
+
+def require_local(endpoint: str, setting: str, *, allow_remote: bool) -> None:
+    """Raises ConfigError for an endpoint to bind that other hosts might reach, unless allowed."""
+    match = _TCP.fullmatch(endpoint)
+    if allow_remote or match is None:
+        return
+    host = match["host"]
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost":
+        raise ConfigError(
+            f"{setting} {endpoint}: other hosts might reach it, and the engine wire is neither "
+            "encrypted nor authenticated; where the network is private, --allow-remote-engine "
+            "permits it"
+        )
 
 
 def _check_ipc(endpoint: str, *, bind: bool) -> str | None:

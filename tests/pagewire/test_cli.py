@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagewire.cli import main
+from pagewire.client import Ask, CallFailed, Client
 from pagewire.v1 import common_pb2
 from tests.support.fake_inference import FakeInference, start_fake_inference
 
@@ -133,12 +134,39 @@ def test_generate_json_asks_for_logprobs(server: Server, capfd: pytest.CaptureFi
     assert "need --json" in capfd.readouterr().err
 
 
+def test_several_sequences_need_json(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--n=2", "--best-of=4"]
+    assert main(["generate", "hi", f"--address={server[1]}", "--json", *flags]) == 0
+    sampling = server[0].requests[-1].sampling_params
+    assert (sampling.n, sampling.best_of) == (2, 4)
+    capfd.readouterr()
+    for flag in flags:
+        assert main(["generate", "hi", f"--address={server[1]}", flag]) == 2
+        assert "need --json" in capfd.readouterr().err
+    with Client(server[1]) as client, pytest.raises(CallFailed, match="would mix"):
+        client.stream(Ask(prompt="hi", sampling={"n": 2}))
+
+
 @pytest.mark.parametrize("extra", [[], ["--json"]])
 def test_a_refused_field_is_one_line(
     server: Server, capfd: pytest.CaptureFixture[str], extra: list[str]
 ) -> None:
     assert main(["generate", "!", f"--address={server[1]}", *extra]) == 2
     assert capfd.readouterr() == ("", "pagewire: prompt: is of no use at all\n")
+
+
+def test_an_error_after_text_has_a_line_of_its_own_on_a_terminal(
+    server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", "what now?", f"--address={server[1]}"]
+    assert main(command) == 1
+    assert capfd.readouterr() == ("echo ", "pagewire: lost it (INTERNAL)\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(command) == 1
+    assert capfd.readouterr() == ("echo \n", "pagewire: lost it (INTERNAL)\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("what now?\n"))
+    assert main(["chat", f"--address={server[1]}"]) == 1
+    assert capfd.readouterr() == ("echo \n", "pagewire: lost it (INTERNAL)\n")
 
 
 def test_a_value_that_no_message_can_hold_names_its_field(
@@ -175,6 +203,7 @@ def test_address_may_come_from_the_environment(
     [
         (["generate"], "the following arguments are required: PROMPT"),
         (["generate", "x", "--temperature=warm"], "--temperature: invalid float value: 'warm'"),
+        (["generate", "x", "--address="], "--address: must not be empty"),
         (["generate", "x", "--timeout=nan"], "--timeout: must be above 0, got nan"),
         (["generate", "x", "--logit-bias=5"], "--logit-bias: must be ID=X, got '5'"),
         (["dance"], "COMMAND: invalid choice: 'dance'"),

@@ -17,7 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("pagewire", "frontend", "tokenizer_svc", "engine_core", "kernels")
 
 # Our messages become plain values in these files, and are made from them there.
-MESSAGE_HOMES = {"pagewire/client.py", "frontend/convert.py", "tokenizer_svc/convert.py"}
+MESSAGE_HOMES = {
+    "pagewire/client.py",
+    "pagewire/bench/grpc_target.py",
+    "frontend/convert/answers.py",
+    "frontend/convert/calls.py",
+    "frontend/convert/tokenizer.py",
+    "tokenizer_svc/convert.py",
+}
 # A servicer may name a message's type in an annotation, and no more.
 ANNOTATION_HOMES = {
     "frontend/admin_servicer.py",
@@ -28,6 +35,7 @@ ANNOTATION_HOMES = {
 }
 STUB_HOMES = ANNOTATION_HOMES | {
     "pagewire/client.py",
+    "pagewire/bench/grpc_target.py",
     "frontend/server.py",
     "frontend/tokenizer_client.py",
     "tokenizer_svc/server.py",

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pagewire.launch import runtime_directory
+from pagewire.config import ServeConfig
+from pagewire.launch import _rooms, runtime_directory
+from pagewire.obs.ready import read_ready_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ROOMS = ("frontend", "tokenizer_svc", "engine_core")
 
@@ -41,6 +46,7 @@ def stop(number, frame):
 
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGUSR2, stop)
 say("start")
 if mode.startswith("exit"):
     sys.stderr.write(f"{room}: fails on purpose\\n")
@@ -172,6 +178,29 @@ def test_each_room_gets_its_own_flags_and_no_settings_environment(launcher: Laun
     assert address.partition("=")[2] == bind.partition("=")[2]
 
 
+def test_several_engines(launcher: Launcher, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    process = launcher.start_ready("--num-engines=3", f"--ready-file={ready}")
+    pids = json.loads(ready.read_text())["pids"]
+    assert sorted(pids) == sorted([*ROOMS, "engine_core.1", "engine_core.2"])
+    starts = [launcher.event("engine_core", "start") for _ in range(3)]
+    assert {start[2] for start in starts} == {pids[name] for name in pids if "engine" in name}
+    flags = [dict(flag.partition("=")[::2] for flag in start[3]) for start in starts]
+    frontend = dict(flag.partition("=")[::2] for flag in launcher.event("frontend", "start")[3])
+    addresses = frontend["--engine-address"].split(",")
+    assert sorted(it["--engine-bind"] for it in flags) == sorted(addresses)
+    assert len(set(addresses)) == 3
+    cores = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert {it["--cpu-threads"] for it in flags} == {str(cores)}
+    # Each is watched by itself.
+    os.kill(pids["engine_core.1"], signal.SIGKILL)
+    assert launcher.event("engine_core", "start")[2] not in pids.values()
+    process.terminate()
+    _out, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "engine_core.1 was killed by SIGKILL; starting it again at once" in err
+
+
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("status", [1, 2, 3])
 def test_a_room_that_cannot_start_ends_the_launcher_with_its_status(
@@ -235,6 +264,22 @@ def test_a_room_that_dies_later_is_started_again(launcher: Launcher, room: str) 
     assert f"{room} was killed by SIGKILL; starting it again at once" in err
 
 
+def test_a_room_that_served_does_not_wait_for_its_next_start(launcher: Launcher) -> None:
+    process = launcher.start_ready()
+    (directory,) = launcher.runtime_directories()
+    ready_file = directory / "engine_core.json"
+    for served_s in (60, 60, 60, 0, 0):
+        pid = launcher.event("engine_core", "start")[2]
+        while (read_ready_file(ready_file) or {}).get("pid") != pid:
+            pass
+        os.utime(ready_file, (0, time.time() - served_s))
+        os.kill(pid, signal.SIGKILL)
+    launcher.event("engine_core", "start")
+    process.terminate()
+    _out, err = process.communicate(timeout=20)
+    assert re.findall(r"starting it again (.*)", err) == ["at once"] * 3 + ["in 1 s", "in 2 s"]
+
+
 def test_a_frontend_that_dies_ends_the_server(launcher: Launcher) -> None:
     process = launcher.start_ready()
     os.kill(launcher.event("frontend", "start")[2], signal.SIGKILL)
@@ -259,6 +304,26 @@ def test_socket_addresses_are_the_launchers_own(launcher: Launcher) -> None:
     assert process.returncode == 2
     assert err.startswith("pagewire: --engine-bind: ")
     assert len(err.splitlines()) == 1
+
+
+# sgl-project/sglang-omni#768, LMCache/LMCache#3530
+@pytest.mark.parametrize("length", range(66, 80))
+def test_every_socket_of_many_engines_fits_its_path(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        base = Path(short) / ("x" * (length - len(short) - 1))
+        base.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+        with runtime_directory() as directory:
+            rooms = _rooms(ServeConfig(num_engines=16), directory)
+        flags = " ".join(flag for room in rooms for flag in room.flags)
+        paths = set(re.findall(r"(?:ipc://|unix:)([^ ,]+)", flags))
+        outputs = next(path for path in paths if path.endswith("outputs.sock"))
+        assert len(paths) == 18
+        longest = max(map(len, [*paths, f"{outputs}.15"]))
+        assert longest <= 107
+        assert (directory.parent == base) == (longest > 90), "as long as it may be"
 
 
 def test_a_long_temporary_directory_is_passed_over(

@@ -38,6 +38,15 @@ def test_the_embedded_model_is_found() -> None:
     assert source.path.suffix == ".gguf"
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_a_broken_configuration_comes_before_what_is_missing_beside_it(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"config\.json: "):
+        resolve_model(str(tmp_path))
+
+
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "nothing"
     with pytest.raises(ModelLoadError, match=f"--model {missing}: no such file or directory"):

@@ -33,6 +33,15 @@ def test_text_is_one_line_a_record() -> None:
     assert line.endswith(r"info    engine: forged\nrecord request_id=r\n1 blocks=3")
 
 
+def test_text_does_not_steer_a_terminal() -> None:
+    stream = io.StringIO()
+    setup_logging("frontend", "info", "text", stream=stream)
+    sent = "\x1b[2J\x00\x9b\u202e\u2028é \N{GRINNING FACE}"
+    logging.getLogger("x").info("ended", extra={"tenant": sent})
+    expected = r"ended tenant=\x1b[2J\x00\x9b\u202e\u2028é " + "\N{GRINNING FACE}\n"
+    assert stream.getvalue().endswith(expected)
+
+
 def test_json_is_one_object_a_record_with_its_traceback() -> None:
     stream = io.StringIO()
     setup_logging("frontend", "debug", "json", stream=stream)
