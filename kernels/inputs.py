@@ -180,6 +180,16 @@ def attention_args(
     }
 
 
+def copy_args(maker: Maker, num_blocks: int, src: Sequence[int], dst: Sequence[int]) -> Args:
+    shape = (num_blocks, 16, 3, 20)
+    return {
+        "k_cache": maker.normal(*shape),
+        "v_cache": maker.normal(*shape),
+        "src": torch.tensor(src, dtype=torch.int64, device=maker.device),
+        "dst": torch.tensor(dst, dtype=torch.int64, device=maker.device),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Sampling parameters of one row, as SamplingBatch holds them."""
@@ -366,6 +376,25 @@ def _attention_cases() -> list[Case]:
     ]
 
 
+def _copy_cases() -> list[Case]:
+    # blocks, src, dst
+    moves: list[tuple[str, int, list[int], list[int]]] = [
+        ("none", 2, [], []),
+        ("one", 3, [1], [2]),
+        ("one-source", 9, [4, 4, 4, 4], [8, 1, 3, 5]),
+        ("swap", 5, [1, 3, 2], [3, 1, 4]),
+    ]
+    return [
+        Case(
+            "copy_blocks",
+            name,
+            partial(copy_args, num_blocks=num, src=src, dst=dst),
+            in_place=("k_cache", "v_cache"),
+        )
+        for name, num, src, dst in moves
+    ]
+
+
 CASES: tuple[Case, ...] = tuple(
     _norm_cases()
     + _silu_cases()
@@ -373,5 +402,6 @@ CASES: tuple[Case, ...] = tuple(
     + _embedding_cases()
     + _rope_cases()
     + _attention_cases()
+    + _copy_cases()
 )
 """Every op but sample, whose ids are compared exactly."""

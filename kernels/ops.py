@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from kernels.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,50 @@ class LinearWeight(Protocol):
     def in_features(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """residual += out(attention(rope(qkv(rms_norm(residual)))))"""
+
+    norm: torch.Tensor  # [H]
+    eps: float
+    qkv: LinearWeight  # [(Hq + 2 Hk) D, H]
+    out: LinearWeight  # [H, Hq D]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cos_sin: torch.Tensor  # [max_positions, rotary_dim] float32, as rope_and_cache has it
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBlock:
+    """residual += down(silu_mul(gate_up(rms_norm(residual))))"""
+
+    norm: torch.Tensor  # [H]
+    eps: float
+    gate_up: LinearWeight  # [2I, H]
+    down: LinearWeight  # [H, I]
+
+
+Block = AttentionBlock | MlpBlock
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """What blocks read of a step's flat batch."""
+
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    attention: AttentionBatch
+
+
+class BlockStack:
+    """The residual blocks of a model, first to last, as a backend keeps them."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = tuple(blocks)
+
+
 class Ops(Protocol):
     name: str
 
@@ -66,6 +114,25 @@ class Ops(Protocol):
         self, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         """weight [out, in]; may repack it once, at load."""
+        ...
+
+    computes_quantized: bool
+    """Whether products with quantized weights use their codes, and gain by it; else
+    prepare_quantized_linear makes floats of them and says so in the log."""
+
+    def prepare_quantized_linear(
+        self,
+        parts: Sequence[QuantizedTensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> LinearWeight:
+        """The rows of all parts as one weight for x of dtype; may repack them, once, at load."""
+        ...
+
+    def quantized_embedding(
+        self, input_ids: torch.Tensor, table: LinearWeight, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """input_ids [T] int64, table [V, H] of one part -> [T, H] in dtype."""
         ...
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -124,8 +191,38 @@ class Ops(Protocol):
         """
         ...
 
+    def copy_blocks(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+    ) -> None:
+        """Blocks dst become copies of blocks src, in place and all at the same time.
+
+        k_cache and v_cache [N, B, Hk, D], src and dst [C] int64. No block is twice in
+        dst; a block may be in both: src is read before anything is written.
+        """
+        ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def prepare_blocks(self, blocks: Sequence[Block]) -> BlockStack:
+        """All of one model's; may lay them out once, at load."""
+        ...
+
+    def run_blocks(
+        self,
+        stack: BlockStack,
+        residual: torch.Tensor,
+        batch: BlockBatch,
+        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """residual [T, H] through all blocks, in place; writes the batch's KV to kv_caches,
+        whose entries belong to the attention blocks in order. kernels/blocks.py composes
+        it of the other ops, which defines it."""
         ...
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -140,6 +140,7 @@ ADD_RMS_NORM = Signature("add_rms_norm", x="F: T H", residual="F: T H", weight="
 SILU_MUL = Signature("silu_mul", gate_up="F: T 2*I")
 EMBEDDING = Signature("embedding", input_ids="int64: T", table="F: V H")
 LINEAR = Signature("linear", x="F: T I", weight="F: O I")
+LINEAR_INPUT = Signature("linear", x="F: T I")
 PREPARE_LINEAR = Signature("prepare_linear", weight="F: O I")
 PREPARE_LINEAR_BIAS = Signature("prepare_linear", weight="F: O I", bias="F: O")
 ROPE_AND_CACHE = Signature(
@@ -161,6 +162,21 @@ ATTENTION = Signature(
     query_start_loc="int32: R+1",
     seq_lens="int32: R",
     block_table="int32: R M",
+)
+COPY_BLOCKS = Signature(
+    "copy_blocks", k_cache="F: N B Hk D", v_cache="F: N B Hk D", src="int64: C", dst="int64: C"
+)
+RUN_BLOCKS = Signature(
+    "run_blocks",
+    residual="F: T H",
+    positions="int64: T",
+    slot_mapping="int64: T",
+    query_start_loc="int32: R+1",
+    seq_lens="int32: R",
+    block_table="int32: R M",
+)
+BLOCK_CACHE = Signature(
+    "run_blocks", residual="F: T H", k_cache="F: N B Hk D", v_cache="F: N B Hk D"
 )
 SAMPLE = Signature(
     "sample",

@@ -59,7 +59,12 @@ def variants() -> tuple[Variant, ...]:
     portable = Variant("portable", 0, ())
     if platform.machine() not in ("x86_64", "AMD64"):
         return (portable,)
-    return (portable, Variant("avx2", 1, _X86_V3), Variant("avx512", 2, _X86_V4))
+    return (
+        portable,
+        Variant("avx2", 1, _X86_V3),
+        Variant("avx512", 2, _X86_V4),
+        Variant("avx512_bf16", 3, (*_X86_V4, "-mavx512vnni", "-mavx512bf16")),
+    )
 
 
 def find_compiler() -> list[str]:
@@ -121,8 +126,7 @@ def _build_variant(
     started = time.monotonic()
     objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
     library = scratch / path.name
-    # Not linked to an OpenMP runtime: csrc/parallel.h finds torch's when it is loaded.
-    _run([*compiler, "-shared", *map(str, objects), "-o", str(library)])
+    _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
     # Atomic, for a server that starts while this runs.
     library.replace(path)
     seconds = time.monotonic() - started

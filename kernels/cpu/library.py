@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 
 import torch
 
 from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_level, variants
-
-_log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of enum Dtype in csrc/api.h."""
@@ -59,6 +56,45 @@ class SamplingColumns(ctypes.Structure):
     )
 
 
+class PackedWeight(ctypes.Structure):
+    """struct PackedWeight of csrc/weight.h."""
+
+    _fields_ = (
+        *_int64_fields("format", "in_features", "out_features"),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+ATTENTION_BLOCK, MLP_BLOCK = 0, 1
+
+
+class NativeBlock(ctypes.Structure):
+    """struct Block of csrc/blocks.cpp."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("norm", c_void_p),
+        ("into", PackedWeight),
+        ("out_of", PackedWeight),
+        *((name, c_void_p) for name in ("cos_sin", "k_cache", "v_cache")),
+        *_int64_fields("heads", "kv_heads", "head_dim", "rotary_dim", "max_positions"),
+        *_int64_fields("num_blocks", "block_size", "k_block", "k_slot", "k_head"),
+        *_int64_fields("v_block", "v_slot", "v_head"),
+        ("scale", c_float),
+        ("eps", c_float),
+    )
+
+
+class NativeBatch(ctypes.Structure):
+    """struct BlockBatch of csrc/blocks.cpp."""
+
+    _fields_ = (
+        *_int64_fields("tokens", "sequences", "table_row", "table_columns"),
+        *((name, c_void_p) for name in ("positions", "slots", "starts", "seq_lens", "table")),
+    )
+
+
 # Result and arguments of each function of csrc/, in order.
 _P, _I, _N, _F = c_void_p, c_int64, c_int, c_float
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
@@ -67,10 +103,14 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "silu_mul": (None, [_N, _P, _I, _P, _I, _I, _N]),
     "rope_and_cache": (_I, [_N, _P, _P, _P, _P, _P, _P, _P, _P, POINTER(RopeSizes), _N]),
     "attention": (_I, [_N, _P, _P, _P, _P, _P, _P, _P, POINTER(AttentionSizes), _N]),
-    "linear": (None, [_N, _P, _I, _P, _P, _P, _I, _I, _I, _N]),
+    "packed_elements": (_I, [_N, _I, _I]),
+    "pack": (None, [_N, _P, _I, _I, _P, _N]),
+    "linear": (None, [_N, _P, _I, POINTER(PackedWeight), _P, _I, _N]),
+    "quant_bytes": (_I, [_N, _I, _I]),
+    "quant_pack": (None, [_N, _P, _I, _I, _I, _P, _N]),
+    "quant_rows": (_I, [_N, _N, _P, _I, _I, _P, _I, _P, _N]),
+    "run_blocks": (_I, [_N, POINTER(NativeBlock), _I, POINTER(NativeBatch), _P, _I, _N]),
     "sample": (None, [_N, _P, _I, _I, _I, POINTER(SamplingColumns), _P, _N]),
-    "has_threads": (_N, []),
-    "native_bfloat16": (_N, []),
 }
 
 
@@ -79,16 +119,11 @@ class Library:
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        # Loading torch has made its OpenMP runtime visible to what is loaded later.
         self._handle = ctypes.CDLL(str(variant.path()))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._handle, f"pagewire_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        if not self.has_threads():
-            _log.warning(
-                "no OpenMP runtime with GOMP_parallel in this process: C++ ops use one thread"
-            )
 
     # Declared for the type checker; __init__ sets them.
     rms_norm: ctypes._NamedFuncPointer
@@ -96,10 +131,14 @@ class Library:
     silu_mul: ctypes._NamedFuncPointer
     rope_and_cache: ctypes._NamedFuncPointer
     attention: ctypes._NamedFuncPointer
+    packed_elements: ctypes._NamedFuncPointer
+    pack: ctypes._NamedFuncPointer
     linear: ctypes._NamedFuncPointer
+    quant_bytes: ctypes._NamedFuncPointer
+    quant_pack: ctypes._NamedFuncPointer
+    quant_rows: ctypes._NamedFuncPointer
+    run_blocks: ctypes._NamedFuncPointer
     sample: ctypes._NamedFuncPointer
-    has_threads: ctypes._NamedFuncPointer
-    native_bfloat16: ctypes._NamedFuncPointer
 
 
 def supported_variants() -> list[Variant]:

@@ -10,26 +10,58 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import shapes
-from kernels.cpu import library
-from kernels.cpu.library import DTYPES, AttentionSizes, Library, RopeSizes, SamplingColumns
+from kernels.cpu import library, quantized
+from kernels.cpu.blocks import CpuBlocks
+from kernels.cpu.library import (
+    DTYPES,
+    AttentionSizes,
+    Library,
+    PackedWeight,
+    RopeSizes,
+    SamplingColumns,
+)
+from kernels.cpu.memory import WeightMemory
+from kernels.cpu.quantized import CpuQuantizedLinear
+from kernels.quantized import dequantize
 from kernels.reference.ops import ReferenceOps
 
 if TYPE_CHECKING:
-    from kernels.ops import AttentionBatch, LinearWeight, Ops, SamplingBatch
+    from collections.abc import Sequence
+
+    from kernels.ops import (
+        AttentionBatch,
+        Block,
+        BlockBatch,
+        BlockStack,
+        LinearWeight,
+        Ops,
+        SamplingBatch,
+    )
+    from kernels.quantized import QuantizedTensor
 
 _log = logging.getLogger(__name__)
 
-_STREAMING_TOKENS = 8
-"""Up to here a matrix product is bound by reading the weights, which the C++ does at the speed
-of memory; beyond, torch's bfloat16 instructions win where the CPU has them."""
-
 
 @dataclass(frozen=True, slots=True)
-class CpuLinear:
+class TorchLinear:
     weight: torch.Tensor  # [out, in], dense
     bias: torch.Tensor | None  # [out], dense
     out_features: int
     in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLinear:
+    packed: torch.Tensor  # one dimension; the layout is that of csrc/weight.cpp
+    bias: torch.Tensor | None  # [out] float32
+    out_features: int
+    in_features: int
+    native: PackedWeight
+    """Points into the two tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
 
 
 def load_cpu_ops(*, use_library: bool = True) -> Ops:
@@ -44,15 +76,11 @@ def load_cpu_ops(*, use_library: bool = True) -> Ops:
     return TorchCpuOps()
 
 
-def _prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> CpuLinear:
-    weight = weight.contiguous()
+def _check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if bias is None:
         shapes.PREPARE_LINEAR.check(weight)
     else:
-        bias = bias.contiguous()
         shapes.PREPARE_LINEAR_BIAS.check(weight, bias)
-    out_features, in_features = weight.shape
-    return CpuLinear(weight, bias, out_features, in_features)
 
 
 class TorchCpuOps(ReferenceOps):
@@ -62,54 +90,108 @@ class TorchCpuOps(ReferenceOps):
 
     def prepare_linear(  # type: ignore[override]  # another weight type is the point
         self, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> CpuLinear:
-        return _prepare_linear(weight, bias)
+    ) -> TorchLinear:
+        weight = weight.contiguous()
+        _check_linear(weight, bias)
+        return TorchLinear(weight, bias, *weight.shape)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, CpuLinear), type(weight)
+        assert isinstance(weight, TorchLinear), type(weight)
         return torch.nn.functional.linear(x, weight.weight, weight.bias)
 
 
 class CpuOps:
     """C++ for float32, bfloat16 and float16, with float32 inside; embedding is torch's.
 
-    In float32 a row's results do not depend on the rows beside it, bit for bit.
+    Products and the blocks made of them sum in one order, so that a row's results do not
+    depend on the rows beside it, bit for bit.
     """
 
     name = "cpu"
 
-    def __init__(self, lib: Library, *, native_bfloat16: bool | None = None) -> None:
-        """native_bfloat16: whether the CPU multiplies bfloat16 itself. Default: ask it."""
+    def __init__(self, lib: Library) -> None:
         self._lib = lib
+        self._memory = WeightMemory()
         self.variant = lib.variant.name
-        if native_bfloat16 is None:
-            native_bfloat16 = bool(lib.native_bfloat16())
-        self._native_bfloat16 = native_bfloat16
+        # Without byte dot products, codes are slower than floats.
+        self.computes_quantized = lib.variant.level > 0
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
-        return _prepare_linear(weight, bias)
+        weight = weight.contiguous()
+        _check_linear(weight, bias)
+        out_features, in_features = weight.shape
+        code = DTYPES[weight.dtype]
+        size = self._lib.packed_elements(code, in_features, out_features)
+        packed = self._memory.empty(size, weight.dtype)
+        self._lib.pack(
+            code,
+            weight.data_ptr(),
+            in_features,
+            out_features,
+            packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        bias = None if bias is None else bias.float().contiguous()
+        native = PackedWeight(
+            code,
+            in_features,
+            out_features,
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+        return CpuLinear(packed, bias, out_features, in_features, native)
+
+    def prepare_quantized_linear(
+        self,
+        parts: Sequence[QuantizedTensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> CpuLinear | CpuQuantizedLinear:
+        packed = quantized.pack(self._lib, parts, bias, dtype)
+        if packed is not None:
+            return packed
+        return self.prepare_linear(torch.cat([dequantize(part, dtype) for part in parts]), bias)
+
+    def quantized_embedding(
+        self, input_ids: torch.Tensor, table: LinearWeight, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert isinstance(table, CpuQuantizedLinear), type(table)
+        return quantized.read_rows(self._lib, table, input_ids, dtype)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, CpuLinear), type(weight)
-        shapes.LINEAR.check(x, weight.weight)
-        tokens = x.shape[0]
-        if self._native_bfloat16 and x.dtype == torch.bfloat16 and tokens > _STREAMING_TOKENS:
-            return torch.nn.functional.linear(x, weight.weight, weight.bias)
-        out = x.new_empty(tokens, weight.out_features)
-        bias = weight.bias
+        assert isinstance(weight, CpuLinear | CpuQuantizedLinear), type(weight)
+        shapes.LINEAR_INPUT.check(x)
+        if x.shape[1] != weight.in_features or x.dtype != weight.dtype:
+            raise shapes.ShapeError(
+                f"linear: weight is {weight.dtype} [{weight.out_features}, {weight.in_features}], "
+                f"x is {x.dtype} {list(x.shape)}"
+            )
+        out = x.new_empty(x.shape[0], weight.out_features)
         self._lib.linear(
             DTYPES[x.dtype],
             x.data_ptr(),
             x.stride(0),
-            weight.weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            ctypes.byref(weight.native),
             out.data_ptr(),
-            tokens,
-            weight.in_features,
-            weight.out_features,
+            x.shape[0],
             torch.get_num_threads(),
         )
         return out
+
+    def prepare_blocks(self, blocks: Sequence[Block]) -> BlockStack:
+        return CpuBlocks(blocks)
+
+    def run_blocks(
+        self,
+        stack: BlockStack,
+        residual: torch.Tensor,
+        batch: BlockBatch,
+        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Raises IndexError, before anything is written, on a position, slot, block id or
+        sequence bound out of range."""
+        assert isinstance(stack, CpuBlocks), type(stack)
+        stack.run(self._lib, residual, batch, kv_caches)
 
     def embedding(self, input_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         shapes.EMBEDDING.check(input_ids, table)
@@ -237,6 +319,17 @@ class CpuOps:
                 f"[0, {num_blocks}) or bounds that contradict each other"
             )
         return out
+
+    def copy_blocks(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+    ) -> None:
+        shapes.COPY_BLOCKS.check(k_cache, v_cache, src, dst)
+        for cache in (k_cache, v_cache):
+            cache.index_copy_(0, dst, cache.index_select(0, src))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         shapes.SILU_MUL.check(gate_up)

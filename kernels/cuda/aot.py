@@ -26,10 +26,12 @@ from kernels.cuda.configs import (
     AttentionConfig,
     block_d_for,
     decode_config,
+    linear_config,
     next_power_of_2,
     prefill_config,
     row_warps,
 )
+from kernels.cuda.linear_invariant import linear_invariant_kernel
 from kernels.cuda.paged_decode import paged_decode_combine_kernel, paged_decode_kernel
 from kernels.cuda.paged_prefill import paged_prefill_kernel
 from kernels.cuda.rms_norm import add_rms_norm_kernel, rms_norm_kernel
@@ -45,6 +47,7 @@ KERNELS = (
     paged_decode_kernel,
     paged_decode_combine_kernel,
     paged_prefill_kernel,
+    linear_invariant_kernel,
     rms_norm_kernel,
     add_rms_norm_kernel,
     rope_and_cache_kernel,
@@ -69,7 +72,7 @@ _TYPES = {
     "scale_log2": "fp32",
     "eps": "fp32",
 }
-_NOT_DIVISIBLE = {"first_seq", "num_seqs", "num_rows"}
+_NOT_DIVISIBLE = {"first_seq", "num_seqs", "num_rows", "num_tokens"}
 _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
@@ -147,7 +150,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
 
 def attention_specimens(element: str, head_dim: int) -> list[Specimen]:
     """Both attention kernels with the configs of this head size: decode in splits, long and
-    short prefill, decode in one piece."""
+    short prefill, decode in one piece, and what batch-invariant mode uses for both."""
     size = 4 if element == "fp32" else 2
     block_d = block_d_for(head_dim)
     group = 4
@@ -169,9 +172,10 @@ def attention_specimens(element: str, head_dim: int) -> list[Specimen]:
     decode = decode_config(head_dim, size, group)
     return [
         specimen(paged_decode_kernel, ",splits=8", decode, NUM_SPLITS=8),
-        specimen(paged_prefill_kernel, ",long", prefill_config(head_dim, size, 4096)),
-        specimen(paged_prefill_kernel, ",short", prefill_config(head_dim, size, 1)),
+        specimen(paged_prefill_kernel, ",long", prefill_config(head_dim, size, 4096), ONE_LOOP=0),
+        specimen(paged_prefill_kernel, ",short", prefill_config(head_dim, size, 1), ONE_LOOP=0),
         specimen(paged_decode_kernel, ",whole", decode, NUM_SPLITS=1),
+        specimen(paged_prefill_kernel, ",invariant", prefill_config(head_dim, size, 1), ONE_LOOP=1),
     ]
 
 
@@ -179,6 +183,22 @@ def combine_specimen(element: str, head_dim: int) -> Specimen:
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d_for(head_dim), "NUM_SPLITS": MAX_SPLITS}
     case = f"D={head_dim},splits={MAX_SPLITS}"
     return Specimen(paged_decode_combine_kernel, case, element, constants, 4)
+
+
+def linear_specimen(element: str, in_features: int) -> Specimen:
+    config = linear_config(4 if element == "fp32" else 2)
+    constants = {
+        "IN": in_features,
+        "OUT": in_features,
+        "HAS_BIAS": 1,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+    }
+    case = f"K={in_features}"
+    return Specimen(
+        linear_invariant_kernel, case, element, constants, config.num_warps, config.num_stages
+    )
 
 
 def row_specimens(element: str, head_dim: int, hidden: int) -> list[Specimen]:
@@ -217,7 +237,9 @@ def all_specimens() -> list[Specimen]:
         specimens += attention_specimens("bf16" if size == 2 else "fp32", block_d)[:3]
     specimens += attention_specimens("bf16", 80)[:3]  # a head that is padded
     specimens += attention_specimens("fp16", 64)[:3]
-    specimens.append(attention_specimens("bf16", 128)[3])
+    specimens += attention_specimens("bf16", 128)[3:]
+    specimens.append(attention_specimens("fp32", 64)[4])
+    specimens += [linear_specimen(element, 4096) for element in ("bf16", "fp16", "fp32")]
     specimens += [combine_specimen("bf16", head_dim) for head_dim in (64, 128, 256)]
     for element in ("bf16", "fp16", "fp32"):
         specimens += row_specimens(element, 128, 4096)
@@ -226,14 +248,16 @@ def all_specimens() -> list[Specimen]:
 
 def representative_specimens() -> list[Specimen]:
     """Every kernel once or twice, for the head sizes that most models have."""
-    decode, long_prefill, _, _ = attention_specimens("bf16", 128)
-    _, _, short_prefill, whole_decode = attention_specimens("fp16", 64)
+    decode, long_prefill, _, _, _ = attention_specimens("bf16", 128)
+    _, _, short_prefill, whole_decode, invariant = attention_specimens("fp16", 64)
     return [
         decode,
         combine_specimen("bf16", 128),
         long_prefill,
         short_prefill,
         whole_decode,
+        invariant,
+        linear_specimen("bf16", 4096),
         *row_specimens("bf16", 128, 4096),
         *sampling_specimens(),
     ]

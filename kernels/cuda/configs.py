@@ -61,6 +61,23 @@ PREFILL_CONFIGS: dict[tuple[int, int], AttentionConfig] = {
     (256, 4): AttentionConfig(32, 16, 8, 5),
 }
 
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    block_m: int
+    """Tokens of a tile."""
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes per element. One size for any number of tokens: see linear_invariant.py.
+LINEAR_CONFIGS = {
+    2: LinearConfig(64, 64, 64, 4, 4),
+    4: LinearConfig(32, 32, 32, 4, 3),
+}
+
 SHORT_PREFILL_ROWS = 32
 """Below this many rows per sequence a full tile would be mostly padding."""
 
@@ -108,6 +125,10 @@ def prefill_config(head_dim: int, element_size: int, rows: int) -> AttentionConf
         return config
     num_warps = 4 if element_size == 2 else config.num_warps
     return AttentionConfig(SHORT_PREFILL_ROWS, config.block_kv, num_warps, config.num_stages)
+
+
+def linear_config(element_size: int) -> LinearConfig:
+    return LINEAR_CONFIGS[element_size]
 
 
 def num_splits(programs: int, max_seq_len: int, num_sms: int) -> int:

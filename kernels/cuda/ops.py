@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import shapes
+from kernels.blocks import ComposedBlocks
 from kernels.cuda.paged_decode import paged_decode
 from kernels.cuda.paged_prefill import paged_prefill
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.rope_and_cache import rope_and_cache
 from kernels.cuda.sample import sample
 from kernels.cuda.silu_mul import silu_mul
+from kernels.quantized import DequantizedLinears
 
 if TYPE_CHECKING:
     from kernels.ops import AttentionBatch, SamplingBatch
@@ -27,7 +29,7 @@ class CudaLinear:
     in_features: int
 
 
-class CudaOps:
+class CudaOps(ComposedBlocks, DequantizedLinears):
     """num_sms: multiprocessors to fill when few sequences decode; the current device's by default.
 
     Each op raises kernels.shapes.ShapeError for arguments that its contract does not
@@ -105,6 +107,17 @@ class CudaOps:
         paged_decode(q, k_cache, v_cache, batch, scale, out, num_sms=self._num_sms)
         paged_prefill(q, k_cache, v_cache, batch, scale, out)
         return out
+
+    def copy_blocks(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+    ) -> None:
+        shapes.COPY_BLOCKS.check(k_cache, v_cache, src, dst)
+        for cache in (k_cache, v_cache):
+            cache.index_copy_(0, dst, cache.index_select(0, src))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         shapes.SILU_MUL.check(gate_up)

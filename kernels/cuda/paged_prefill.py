@@ -130,12 +130,17 @@ def paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
     """out_t = softmax(scale q_t K^T) V over cache positions [0, position(t)].
 
     A tile holds BLOCK_M // HEADS tokens times the HEADS query heads of one KV head.
     FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691) over the paged cache of
     Kwon et al., https://arxiv.org/abs/2309.06180, for chunks that follow a cached context.
+
+    ONE_LOOP masks every tile of keys. Otherwise those that all rows see have a loop without,
+    which is compiled by itself and may round otherwise, and which rows share a tile, so which
+    loop takes which keys, depends on how a prompt is cut.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -185,15 +190,16 @@ def paged_prefill_kernel(
     # 0                     shared_end            kv_end
     # | tiles all rows see  | the causal diagonal |
     first_position = context_len + token_start
-    shared_end = (first_position + 1) // BLOCK_KV * BLOCK_KV
+    shared_end = 0 if ONE_LOOP else (first_position + 1) // BLOCK_KV * BLOCK_KV
     kv_end = tl.minimum(first_position + BLOCK_Q, seq_len)
     row_positions = context_len + token
-    acc, row_max, row_sum = _attend_tiles(
-        q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
-        0, shared_end, scale_log2,
-        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-        in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, MASKED=False,
-    )  # fmt: skip
+    if not ONE_LOOP:
+        acc, row_max, row_sum = _attend_tiles(
+            q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
+            0, shared_end, scale_log2,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
+            in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, MASKED=False,
+        )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
         shared_end, kv_end, scale_log2,
@@ -222,10 +228,12 @@ def paged_prefill(
     out: torch.Tensor,
     *,
     config: AttentionConfig | None = None,
+    one_loop: bool = False,
 ) -> None:
     """Fills the rows of out that belong to sequences [num_decodes, R).
 
-    q, out [T, Hq, D]; k_cache, v_cache [N, B, Hk, D]; last dimensions contiguous.
+    q, out [T, Hq, D]; k_cache, v_cache [N, B, Hk, D]; last dimensions contiguous. one_loop,
+    with a config that is always the same, makes a row independent of those beside it.
     """
     first_seq = batch.num_decodes
     num_seqs = batch.seq_lens.shape[0] - first_seq
@@ -272,6 +280,7 @@ def paged_prefill(
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         BLOCK_KV=config.block_kv,
+        ONE_LOOP=one_loop,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=ENABLE_FP_FUSION,

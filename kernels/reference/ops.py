@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.blocks import ComposedBlocks
+from kernels.quantized import DequantizedLinears
 from kernels.reference import attention as attention_op
 from kernels.reference import embedding as embedding_op
 from kernels.reference import linear as linear_op
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from kernels.reference.linear import ReferenceLinear
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedBlocks, DequantizedLinears):
     """Ops by the book. compute is the dtype inside each op; parity tests pass float64."""
 
     name = "reference"
@@ -71,6 +73,16 @@ class ReferenceOps:
         scale: float,
     ) -> torch.Tensor:
         return attention_op.attention(q, k_cache, v_cache, batch, scale, self._compute)
+
+    def copy_blocks(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+    ) -> None:
+        for cache in (k_cache, v_cache):
+            cache[dst] = cache[src]
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul_op.silu_mul(gate_up, self._compute)

@@ -40,7 +40,7 @@ def test_cases_cover_every_op_and_edge() -> None:
     labels = {op: [c.label for c in CASES if c.op == op] for op in {c.op for c in CASES}}
     assert set(labels) == {
         *("rms_norm", "add_rms_norm", "silu_mul", "linear", "embedding"),
-        *("rope_and_cache", "attention"),
+        *("rope_and_cache", "attention", "copy_blocks"),
     }
     attention = " ".join(labels["attention"])
     for wanted in ("9:3", "8:2", "4:4", "5:1", "d32", "d64", "d80", "d96", "d128", "b1", "b8"):

@@ -14,6 +14,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from kernels.inputs import Row, cos_sin_table, sampling_batch
+from kernels.reference.ops import ReferenceOps
 from kernels.reference.philox import philox4x32, uniform
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import rotate
@@ -143,6 +144,12 @@ def test_rows_with_different_filters_do_not_touch_each_other() -> None:
     for i, row in enumerate(FILTERS):
         alone = kept_weights(logits[i : i + 1], sampling_batch([row]))
         assert torch.equal(together[i : i + 1], alone)
+
+
+def test_copies_are_made_all_at_the_same_time() -> None:
+    caches = [torch.arange(5.0).view(5, 1, 1, 1) + 10 * kind for kind in range(2)]
+    ReferenceOps().copy_blocks(*caches, torch.tensor([1, 3, 1]), torch.tensor([3, 1, 4]))
+    assert [cache.flatten().tolist() for cache in caches] == [[0, 3, 2, 1, 1], [10, 13, 12, 11, 11]]
 
 
 # The other ops, against the model code of transformers.

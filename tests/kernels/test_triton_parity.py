@@ -27,10 +27,16 @@ from kernels.reference.ops import ReferenceOps
 from kernels.reference.philox import uniform
 from kernels.shapes import ShapeError
 from kernels.tolerances import assert_within_budget
+from tests.support.invariance import (
+    Attended,
+    assert_attention_is_invariant,
+    assert_linear_is_invariant,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; run by test_triton_runs.py", allow_module_level=True)
 
+from kernels.cuda.batch_invariant import BatchInvariantCudaOps
 from kernels.cuda.configs import AttentionConfig
 from kernels.cuda.ops import CudaOps
 from kernels.cuda.paged_decode import paged_decode
@@ -101,7 +107,8 @@ def assert_parity(case: Case, ops: CudaOps, dtype: torch.dtype) -> None:
 def _affordable() -> list[tuple[Case, torch.dtype]]:
     """The shared cases; the long ones only in float16, whose tiles are larger and so fewer.
     test_split_caches_match_the_reference has long contexts in float32."""
-    pairs = [(case, dtype) for case in CASES if case.op in TRITON_OPS for dtype in DTYPES]
+    ops = {*TRITON_OPS, "copy_blocks"}
+    pairs = [(case, dtype) for case in CASES if case.op in ops for dtype in DTYPES]
     return [(case, dtype) for case, dtype in pairs if dtype != torch.float32 or not _long(case)]
 
 
@@ -191,6 +198,34 @@ def test_strided_rows() -> None:
     x = wide[:, 10:70]
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x))
+
+
+INVARIANT_OPS = {"linear", "attention"}
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.op in INVARIANT_OPS and not _long(case)], ids=str
+)
+def test_batch_invariant_ops_match_the_reference(case: Case) -> None:
+    assert_parity(case, BatchInvariantCudaOps(num_sms=1), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("length", "heads"), [(70, (4, 2, 16)), (67, (9, 3, 32)), (12, (33, 1, 16))], ids=str
+)
+def test_attention_does_not_depend_on_the_batch(
+    dtype: torch.dtype, length: int, heads: tuple[int, int, int]
+) -> None:
+    """The last has more heads than a tile has rows; keys are in tiles of 32 or 64."""
+    attended = Attended.make(dtype, length, *heads)
+    ops = BatchInvariantCudaOps(num_sms=1)
+    assert_attention_is_invariant(ops, attended, [0, length - 5, length - 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    assert_linear_is_invariant(BatchInvariantCudaOps(num_sms=1), dtype, 70, 150, 80)
 
 
 def test_no_tokens() -> None:

@@ -1,100 +1,41 @@
 // Causal attention over the paged KV cache, read in place through the block table.
 //
-// Work is cut into items of (sequence, KV head, tile of query tokens, span of keys). All the
-// query heads of a KV head go together, so each key and value is read once for them. Keys pass
-// in steps of up to KEYS with an online softmax (Milakov and Gimelshein, arXiv:1805.02867).
-// Few query rows (decode): keys and values are read straight from the cache, and a long
-// context is cut into spans at fixed positions that are merged at the end, so that a result
-// depends on neither the batch nor the threads. Many rows (prefill): a step's keys and values
-// are widened to float32 tiles once and multiplied by register-blocked products.
+// Keys pass in steps of up to KEYS with an online softmax (Milakov and Gimelshein,
+// arXiv:1805.02867). Few query rows (decode): keys and values are read straight from the cache.
+// Many rows (prefill): a step's keys and values are widened to float32 tiles once and multiplied
+// by register-blocked products. In bfloat16, where the CPU multiplies it, both ways use its dot
+// products, and weights are rounded to it.
 
 #include <algorithm>
 #include <cmath>
 
-#include "api.h"
-#include "parallel.h"
-
-struct AttentionSizes {
-  int64_t tokens, sequences, heads, kv_heads, head_dim, num_blocks, block_size;
-  int64_t q_token, q_head;  // strides
-  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head, table_row;
-  int64_t table_columns;
-  float scale;
-};
+#include "attention.h"
+#include "attention_dots.h"
+#include "attention_tiles.h"
 
 namespace pagewire {
+
+using Item = AttentionItem;
+
 namespace {
 
-constexpr int64_t KEYS = 64;         // a step
-constexpr int64_t SPAN = 512;        // keys of a decode item
-constexpr int64_t DIRECT_ROWS = 12;  // up to here rows read the cache directly
-// Query rows (tokens x heads) of a prefill item: many, to widen a key seldom, but a short chunk
-// still makes several items.
-constexpr int64_t MIN_TILE_ROWS = 48, MAX_TILE_ROWS = 192, TILES = 4;
-
-struct Item {
-  int64_t sequence, kv_head, kv_heads;
-  int64_t first_token, tokens;     // of the flat batch
-  int64_t first_position;          // absolute position of first_token
-  int64_t key_begin, key_end;
-  int64_t partial;                 // first row of its partial result; -1: writes the output
-
-  // Its query rows are ordered by KV head, token, and query head within the group.
-  int64_t head_rows(int64_t group) const { return tokens * group; }
-  int64_t rows(int64_t group) const { return kv_heads * head_rows(group); }
-  int64_t token(int64_t row, int64_t group) const { return row % head_rows(group) / group; }
-  int64_t head(int64_t row, int64_t group) const {
-    return (kv_head + row / head_rows(group)) * group + row % group;
-  }
-};
+constexpr int64_t KEYS = 64;  // a step
 
 // Softmax state of some query rows: the running maximum, the sum of exp, the weighted values.
 struct Rows {
   float *q, *scores, *acc, *peak, *total;
+  bf16 *short_q, *weights;  // [dim] and [KEYS] a row, where dot products read them
 };
 
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool DOTS = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool DOTS = false;
+#endif
+
 int64_t padded(int64_t n) { return (n + 2 * W - 1) / (2 * W) * (2 * W); }
-
-// c[MR][2W] (+)= a[MR][depth] b[depth][2W]
-template <int MR>
-void product(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c,
-             int64_t c_row, int64_t depth, bool add) {
-  vf acc[MR][2] = {};
-  if (add) {
-    PAGEWIRE_UNROLL
-    for (int m = 0; m < MR; m++) {
-      acc[m][0] = load(c + m * c_row);
-      acc[m][1] = load(c + m * c_row + W);
-    }
-  }
-  for (int64_t i = 0; i < depth; i++) {
-    vf b0 = load(b + i * b_row), b1 = load(b + i * b_row + W);
-    PAGEWIRE_UNROLL
-    for (int m = 0; m < MR; m++) {
-      acc[m][0] += b0 * a[m * a_row + i];
-      acc[m][1] += b1 * a[m * a_row + i];
-    }
-  }
-  PAGEWIRE_UNROLL
-  for (int m = 0; m < MR; m++) {
-    store(c + m * c_row, acc[m][0]);
-    store(c + m * c_row + W, acc[m][1]);
-  }
-}
-
-// c[rows][width] (+)= a[rows][depth] b[depth][width], width a multiple of 2W
-void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c,
-              int64_t c_row, int64_t rows, int64_t width, int64_t depth, bool add) {
-  for (int64_t x = 0; x < width; x += 2 * W) {
-    int64_t m = 0;
-    for (; m + 6 <= rows; m += 6)
-      product<6>(a + m * a_row, a_row, b + x, b_row, c + m * c_row + x, c_row, depth, add);
-    for (; m + 2 <= rows; m += 2)
-      product<2>(a + m * a_row, a_row, b + x, b_row, c + m * c_row + x, c_row, depth, add);
-    for (; m < rows; m++)
-      product<1>(a + m * a_row, a_row, b + x, b_row, c + m * c_row + x, c_row, depth, add);
-  }
-}
 
 template <class T>
 struct Attention {
@@ -104,7 +45,7 @@ struct Attention {
   const int32_t *starts, *seq_lens, *block_table;
   int64_t group = n.heads / n.kv_heads;
   int64_t dim = padded(n.head_dim);
-  std::vector<float> partials = {};  // per row: peak, total, acc[dim]
+  float* partials = nullptr;  // per row: peak, total, acc[dim]
 
   void locate(const Item& item, int64_t key, int64_t count, const T** keys, const T** values) const {
     const int32_t* table = block_table + item.sequence * n.table_row;
@@ -303,10 +244,129 @@ struct Attention {
     }
   }
 
-  bool is_direct(int64_t tokens) const { return tokens == 1 || tokens * group <= DIRECT_ROWS; }
+#if defined(__AVX512BF16__)
+  // As soften, from scores that are not scaled yet to weights in bfloat16.
+  void soften_short(const Rows& rows, int64_t row, int64_t visible, int64_t count) const {
+    float* scores = rows.scores + row * KEYS;
+    bf16* weights = rows.weights + row * KEYS;
+    vf scaled[KEYS / W], best = splat(-INF);
+    int64_t vectors = (count + W - 1) / W;
+    for (int64_t i = 0; i < vectors; i++) {
+      scaled[i] = load(scores + i * W) * n.scale;
+      int64_t left = visible - i * W;
+      if (left < W)
+        scaled[i] = bits_as<vf>(_mm512_mask_blend_ps(
+            __mmask16(left > 0 ? (1u << left) - 1 : 0), bits_as<__m512>(splat(-INF)),
+            bits_as<__m512>(scaled[i])));
+      best = max(best, scaled[i]);
+    }
+    float before = rows.peak[row], peak = std::max(before, max_lane(best));
+    vf shift = splat(peak == -INF ? 0.0f : peak), total = {};
+    for (int64_t i = 0; i < vectors; i++) {
+      vf weight = dots::exp_of_negative(scaled[i] - shift);
+      __m256bh rounded = _mm512_cvtneps_pbh(bits_as<__m512>(weight));
+      std::memcpy(weights + i * W, &rounded, sizeof rounded);
+      total += weight;
+    }
+    if (peak != before) {
+      float rescale = dots::exp_of_negative(splat(before - peak))[0];
+      rows.total[row] *= rescale;
+      float* acc = rows.acc + row * dim;
+      for (int64_t d = 0; d < dim; d += W) store(acc + d, load(acc + d) * rescale);
+      rows.peak[row] = peak;
+    }
+    rows.total[row] += sum(total);
+  }
 
-  void run(const Item& item) {
+  // next: the item that the thread runs after this one, or null.
+  void direct_dots(const Item& item, const Item* next, const Rows& rows) const {
+    const T *keys[2][KEYS], *values[2][KEYS];
+    int64_t now = 0;
+    locate_step(item, item.key_begin, keys[now], values[now]);
+    for (int64_t key = item.key_begin; key < item.key_end; key += KEYS, now ^= 1) {
+      int64_t count = std::min(KEYS, item.key_end - key), coming = 0;
+      const T **next_keys = keys[now ^ 1], **next_values = values[now ^ 1];
+      // A sequence's blocks are scattered, so the hardware does not see the next one coming.
+      if (key + KEYS < item.key_end)
+        coming = locate_step(item, key + KEYS, next_keys, next_values);
+      else if (next != nullptr)
+        coming = locate_step(*next, next->key_begin, next_keys, next_values);
+      dots::Fetcher fetch_keys(next_keys, coming, item.kv_heads * n.k_head);
+      dots::Fetcher fetch_values(next_values, coming, item.kv_heads * n.v_head);
+      for (int64_t h = 0; h < item.kv_heads; h++) {
+        int64_t end = (h + 1) * item.head_rows(group);
+        for (int64_t row = h * item.head_rows(group); row < end;) {
+          int64_t pieces = (end - row + dots::MOST_ROWS - 1) / dots::MOST_ROWS;
+          int64_t height = (end - row + pieces - 1) / pieces;
+          dots::with_rows<dots::MOST_ROWS>(height, [&](auto rows_at_once) {
+            constexpr int M = decltype(rows_at_once)::value;
+            for (int64_t j = 0; j < count; j += W)
+              dots::multiply_keys<M>(rows.short_q + row * dim, dim, keys[now] + j, fetch_keys,
+                                     n.head_dim, rows.scores + row * KEYS + j);
+            for (int m = 0; m < M; m++)
+              soften_short(rows, row + m, visible_keys(item, row + m, key, count), count);
+            dots::add_values<M>(rows.weights + row * KEYS, values[now], fetch_values, count,
+                                n.head_dim, rows.acc + row * dim, dim);
+          });
+          row += height;
+        }
+        for (int64_t j = 0; j < KEYS; j++) {
+          keys[now][j] += n.k_head;
+          values[now][j] += n.v_head;
+        }
+      }
+    }
+  }
+
+  // All KEYS pointers: those past the item's end repeat its last key, whose scores are not used.
+  // Returns how many there are up to its end.
+  int64_t locate_step(const Item& item, int64_t key, const T** keys, const T** values) const {
+    int64_t count = std::min(KEYS, item.key_end - key);
+    locate(item, key, count, keys, values);
+    std::fill(keys + count, keys + KEYS, keys[count - 1]);
+    std::fill(values + count, values + KEYS, values[count - 1]);
+    return count;
+  }
+
+  void tiled_dots(const Item& item, const Rows& rows) const {
+    constexpr int HEIGHT = 12;
+    int64_t num_rows = item.rows(group);
+    struct KeyTile;
+    struct ValueTile;
+    bf16* key_tile = scratch<KeyTile, bf16>(size_t(dim * KEYS));
+    bf16* value_tile = scratch<ValueTile, bf16>(size_t(dim * KEYS));
+    const T *keys[KEYS], *values[KEYS];
+    for (int64_t key = item.key_begin; key < item.key_end; key += KEYS) {
+      int64_t count = std::min(KEYS, item.key_end - key);
+      locate_step(item, key, keys, values);
+      dots::pack_keys(keys, count, n.head_dim, dim, key_tile);
+      dots::pack_values(values, count, n.head_dim, value_tile);
+      for (int64_t row = 0; row < num_rows; row += HEIGHT) {
+        int64_t height = std::min<int64_t>(HEIGHT, num_rows - row);
+        // Rows are in the order of their positions: the last one sees most.
+        int64_t seen = visible_keys(item, row + height - 1, key, count);
+        if (seen == 0) continue;
+        dots::with_rows<HEIGHT>(height, [&](auto rows_at_once) {
+          constexpr int M = decltype(rows_at_once)::value;
+          for (int64_t panel = 0; panel * 32 < seen; panel++)
+            dots::multiply_tile<M>(rows.short_q + row * dim, dim, key_tile + panel * dim * 32,
+                                   (n.head_dim + 1) / 2, rows.scores + row * KEYS + panel * 32,
+                                   KEYS, false);
+          for (int m = 0; m < M; m++)
+            soften_short(rows, row + m, visible_keys(item, row + m, key, count), seen);
+          for (int64_t d = 0; d < dim; d += 32)
+            dots::multiply_tile<M>(rows.weights + row * KEYS, KEYS, value_tile + d * KEYS,
+                                   (seen + 1) / 2, rows.acc + row * dim + d, dim, true);
+        });
+      }
+    }
+  }
+#endif
+
+  // next: the item that the thread runs after this one, or null.
+  void run(const Item& item, const Item* next) {
     struct RowMemory;
+    struct ShortMemory;
     int64_t num_rows = item.rows(group), floats = 2 * dim + KEYS + 2;
     float* memory = scratch<RowMemory, float>(size_t(num_rows * floats));
     Rows rows;
@@ -315,15 +375,35 @@ struct Attention {
     rows.scores = rows.acc + num_rows * dim;
     rows.peak = rows.scores + num_rows * KEYS;
     rows.total = rows.peak + num_rows;
-    std::fill(rows.q, rows.scores, 0.0f);
+    std::fill(rows.acc, rows.scores, 0.0f);
     std::fill_n(rows.peak, num_rows, -INF);
     std::fill_n(rows.total, num_rows, 0.0f);
+    rows.short_q = rows.weights = nullptr;
+    if constexpr (DOTS<T>) {
+      rows.short_q = scratch<ShortMemory, bf16>(size_t(num_rows * (dim + KEYS)));
+      rows.weights = rows.short_q + num_rows * dim;
+    }
     for (int64_t row = 0; row < num_rows; row++) {
       const T* from = q + (item.first_token + item.token(row, group)) * n.q_token +
                       item.head(row, group) * n.q_head;
-      for (int64_t d = 0; d < n.head_dim; d++) rows.q[row * dim + d] = to_float(from[d]) * n.scale;
+      if constexpr (DOTS<T>) {
+        std::copy_n(from, n.head_dim, rows.short_q + row * dim);
+        std::fill(rows.short_q + row * dim + n.head_dim, rows.short_q + (row + 1) * dim, bf16{});
+      } else {
+        float* to = rows.q + row * dim;
+        for (int64_t d = 0; d < n.head_dim; d++) to[d] = to_float(from[d]) * n.scale;
+        std::fill(to + n.head_dim, to + dim, 0.0f);
+      }
     }
-    if (is_direct(item.tokens))
+#if defined(__AVX512BF16__)
+    if constexpr (DOTS<T>) {
+      if (is_direct(item.tokens, group))
+        direct_dots(item, next, rows);
+      else
+        tiled_dots(item, rows);
+    } else
+#endif
+    if (is_direct(item.tokens, group))
       direct(item, rows);
     else
       tiled(item, rows);
@@ -332,7 +412,7 @@ struct Attention {
         write(item, row, rows.acc + row * dim, rows.total[row]);
         continue;
       }
-      float* partial = partials.data() + (item.partial + row) * (dim + 2);
+      float* partial = partials + (item.partial + row) * (dim + 2);
       partial[0] = rows.peak[row];
       partial[1] = rows.total[row];
       std::copy_n(rows.acc + row * dim, dim, partial + 2);
@@ -343,7 +423,9 @@ struct Attention {
     int64_t token = item.first_token + item.token(row, group);
     T* to = out + (token * n.heads + item.head(row, group)) * n.head_dim;
     float inverse = 1.0f / total;
-    for (int64_t d = 0; d < n.head_dim; d++) from_float(acc[d] * inverse, to + d);
+    int64_t d = 0;
+    for (; d + W <= n.head_dim; d += W) store(to + d, load(acc + d) * inverse);
+    for (; d < n.head_dim; d++) from_float(acc[d] * inverse, to + d);
   }
 
   // first and the spans - 1 items after it are the spans of one token, in key order.
@@ -352,7 +434,7 @@ struct Attention {
     float* acc = scratch<MergeMemory, float>(size_t(dim));
     int64_t num_rows = first->rows(group), span_floats = num_rows * (dim + 2);
     for (int64_t row = 0; row < num_rows; row++) {
-      const float* partial = partials.data() + (first->partial + row) * (dim + 2);
+      const float* partial = partials + (first->partial + row) * (dim + 2);
       float peak = -INF, total = 0;
       for (int64_t s = 0; s < spans; s++) peak = std::max(peak, partial[s * span_floats]);
       std::fill_n(acc, dim, 0.0f);
@@ -374,56 +456,41 @@ struct Attention {
                   size_t((end_token - first_token) * width) * sizeof(T));
   }
 
-  void run_all(int threads) {
-    std::vector<Item> items;
-    std::vector<std::pair<int64_t, int64_t>> merges;  // first item, spans
-    int64_t partial_rows = 0, work = 0;
-    // A token's heads lie side by side: with work enough for all threads, a direct item takes
-    // them together and reads memory in one run.
-    int64_t together = n.sequences >= 4 * threads ? n.kv_heads : 1;
-    // Prefill sequences, which come last, hold the longest items: hand those out first.
-    for (int64_t r = n.sequences - 1; r >= 0; r--) {
-      int64_t query_len = starts[r + 1] - starts[r], seq_len = seq_lens[r];
-      if (seq_len == 0) clear(starts[r], starts[r + 1]);
-      if (seq_len == 0 || query_len == 0) continue;
-      work += query_len * seq_len * n.heads * n.head_dim;
-      int64_t tile_rows = std::clamp(query_len * group / TILES, MIN_TILE_ROWS, MAX_TILE_ROWS);
-      int64_t tile_tokens = std::max<int64_t>(1, tile_rows / group);
-      for (int64_t end = query_len; end > 0; end -= tile_tokens) {
-        int64_t begin = std::max<int64_t>(0, end - tile_tokens);
-        int64_t kv_heads = is_direct(end - begin) ? together : 1;
-        Item item{r, 0, kv_heads, starts[r] + begin, end - begin, seq_len - query_len + begin, 0,
-                  seq_len - query_len + end, -1};
-        int64_t spans = query_len == 1 ? (seq_len + SPAN - 1) / SPAN : 1;
-        for (item.kv_head = 0; item.kv_head < n.kv_heads; item.kv_head += kv_heads) {
-          if (spans == 1) {
-            items.push_back(item);
-            continue;
-          }
-          merges.emplace_back(int64_t(items.size()), spans);
-          for (int64_t s = 0; s < spans; s++) {
-            Item span = item;
-            span.key_begin = s * SPAN;
-            span.key_end = std::min(seq_len, (s + 1) * SPAN);
-            span.partial = partial_rows;
-            partial_rows += span.rows(group);
-            items.push_back(span);
-          }
-        }
-      }
-    }
+  void run_all(const AttentionPlan& plan, int threads) {
+    for (int64_t r = 0; r < n.sequences; r++)
+      if (seq_lens[r] == 0) clear(starts[r], starts[r + 1]);
     clear(0, n.sequences ? starts[0] : n.tokens);
     if (n.sequences) clear(starts[n.sequences], n.tokens);
-    partials.resize(size_t(partial_rows * (dim + 2)));
-    if (work < 32768) threads = 1;  // less than it takes to wake them
-    parallel_for(int64_t(items.size()), threads, [&](int64_t i) { run(items[size_t(i)]); });
-    parallel_for(int64_t(merges.size()), threads, [&](int64_t i) {
-      merge(&items[size_t(merges[size_t(i)].first)], merges[size_t(i)].second);
+    struct Partials;
+    partials = scratch<Partials, float>(size_t(plan.partial_rows * (dim + 2)));
+    if (plan.work < 32768) threads = 1;  // less than it takes to hand it out
+    const Item* items = plan.items.data();
+    parallel_ranges(int64_t(plan.items.size()), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) run(items[i], i + 1 < end ? items + i + 1 : nullptr);
+    });
+    parallel_for(int64_t(plan.merges.size()), threads, [&](int64_t i) {
+      AttentionPlan::Merge merge = plan.merges[size_t(i)];
+      this->merge(&plan.items[size_t(merge.first)], merge.spans);
     });
   }
 };
 
 }  // namespace
+
+template <class T>
+void attention(const AttentionSizes& n, const AttentionPlan& plan, const T* q, const T* k_cache,
+               const T* v_cache, T* out, const int32_t* starts, const int32_t* seq_lens,
+               const int32_t* block_table, int threads) {
+  Attention<T> op{n, q, k_cache, v_cache, out, starts, seq_lens, block_table};
+  op.run_all(plan, threads);
+}
+#define PAGEWIRE_INSTANTIATE(T)                                                                 \
+  template void attention<T>(const AttentionSizes&, const AttentionPlan&, const T*, const T*,   \
+                             const T*, T*, const int32_t*, const int32_t*, const int32_t*, int);
+PAGEWIRE_INSTANTIATE(float)
+PAGEWIRE_INSTANTIATE(bf16)
+PAGEWIRE_INSTANTIATE(f16)
+
 }  // namespace pagewire
 
 using namespace pagewire;
@@ -432,25 +499,15 @@ PAGEWIRE_API int64_t pagewire_attention(int dtype, const void* q, const void* k_
                                         const void* v_cache, void* out, const int32_t* starts,
                                         const int32_t* seq_lens, const int32_t* block_table,
                                         const AttentionSizes* sizes, int threads) {
-  const AttentionSizes& n = *sizes;
-  for (int64_t r = 0; r < n.sequences; r++) {
-    bool sound = starts[r] >= 0 && starts[r] <= starts[r + 1] && starts[r + 1] <= n.tokens &&
-                 seq_lens[r] >= 0;
-    int64_t blocks = sound ? (seq_lens[r] + n.block_size - 1) / n.block_size : 0;
-    sound = sound && blocks <= n.table_columns &&
-            (seq_lens[r] == 0 || starts[r + 1] - starts[r] <= seq_lens[r]);
-    for (int64_t b = 0; sound && b < blocks; b++) {
-      int32_t block = block_table[r * n.table_row + b];
-      sound = block >= 0 && block < n.num_blocks;
-    }
-    if (!sound) return r;
-  }
+  int64_t stray = find_stray(*sizes, starts, seq_lens, block_table);
+  if (stray >= 0) return stray;
+  thread_local AttentionPlan plan;
+  plan.make(*sizes, starts, seq_lens, threads);
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    Attention<T> op{n, static_cast<const T*>(q), static_cast<const T*>(k_cache),
-                    static_cast<const T*>(v_cache), static_cast<T*>(out), starts, seq_lens,
-                    block_table};
-    op.run_all(threads);
+    attention(*sizes, plan, static_cast<const T*>(q), static_cast<const T*>(k_cache),
+              static_cast<const T*>(v_cache), static_cast<T*>(out), starts, seq_lens, block_table,
+              threads);
   });
   return -1;
 }

@@ -1,49 +1,51 @@
-// Loops over torch's own OpenMP threads.
+// Loops over a pool of threads that wait for work by spinning briefly, then by sleeping.
 //
-// torch brings libgomp into the process. Calling its entry point directly shares torch's
-// thread pool, whatever compiler builds this file; a second OpenMP runtime would fight it
-// for the cores. The symbols are weak: where no runtime has them, loops run on one thread,
-// and pagewire_has_threads tells.
+// A loop is handed out in ranges that shrink towards its end, to whoever asks: a thread that
+// is late, or has lost its core to another process, holds up nobody unless it is in the middle
+// of a range. There is no barrier to arrive at. The caller takes part, and goes on when the
+// last range is done.
 #pragma once
 
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
-extern "C" {
-__attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
-__attribute__((weak)) int omp_in_parallel(void);
-}
-
 namespace pagewire {
 
-// Calls body(i) once for each i in [0, n), in no order, on at most `threads` threads.
+constexpr int64_t MOST_ITEMS = (1 << 24) - 1;
+
+// Calls body(data, begin, end) for ranges that cover [0, n), 0 < n <= MOST_ITEMS, on at most
+// `threads` threads. Inside of a loop, or beside one of another thread, it runs on the caller alone.
+void run_loop(int64_t n, int threads, void (*body)(void*, int64_t, int64_t), void* data);
+
+// Calls body(begin, end) for ranges that cover [0, n), in no order.
+template <class Body>
+void parallel_ranges(int64_t n, int threads, const Body& body) {
+  if (n <= 0) return;
+  if (threads <= 1 || n == 1 || n > MOST_ITEMS) return body(int64_t(0), n);
+  auto call = [](void* data, int64_t begin, int64_t end) {
+    (*static_cast<const Body*>(data))(begin, end);
+  };
+  run_loop(n, threads, call, const_cast<Body*>(&body));
+}
+
+// Calls body(i) once for each i in [0, n), in no order.
 template <class Body>
 void parallel_for(int64_t n, int threads, const Body& body) {
-  if (threads > n) threads = int(n);
-  if (threads <= 1 || GOMP_parallel == nullptr || (omp_in_parallel != nullptr && omp_in_parallel())) {
-    for (int64_t i = 0; i < n; i++) body(i);
-    return;
-  }
-  struct Loop {
-    const Body& body;
-    int64_t n;
-    std::atomic<int64_t> next;
-  } loop{body, n, {0}};
-  auto run = [](void* data) {
-    Loop& shared = *static_cast<Loop*>(data);
-    for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.n;)
-      shared.body(i);
-  };
-  GOMP_parallel(run, &loop, unsigned(threads), 0);
+  parallel_ranges(n, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) body(i);
+  });
 }
 
 // Memory of the calling thread that lives until its next call, for one purpose each.
 template <class Tag, class T>
 T* scratch(size_t n) {
+  // Room for aligned rows: vectors of W floats that cross cache lines cost twice.
   thread_local std::vector<T> memory;
-  if (memory.size() < n) memory.resize(n);
-  return memory.data();
+  constexpr size_t LINE = 64 / sizeof(T);
+  if (memory.size() < n + LINE) memory.resize(n + LINE);
+  uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<T*>((address + 63) / 64 * 64);
 }
 
 }  // namespace pagewire

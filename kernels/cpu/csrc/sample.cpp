@@ -140,6 +140,29 @@ float widen(const T* logits, Row& row) {
   return peak;
 }
 
+// The lowest id of the greatest logit; NaN counts as -inf.
+template <class T>
+int64_t greatest(const T* logits, int64_t vocab) {
+  constexpr int64_t STRIDE = 4 * W;
+  vf best[4] = {splat(-INF), splat(-INF), splat(-INF), splat(-INF)};
+  int64_t i = 0;
+  // NaN is not greater than anything.
+  for (; i + STRIDE <= vocab; i += STRIDE)
+    for (int j = 0; j < 4; j++) best[j] = max(load(logits + i + j * W), best[j]);
+  float peak = max_lane(max(max(best[0], best[1]), max(best[2], best[3])));
+  for (; i < vocab; i++) peak = to_float(logits[i]) > peak ? to_float(logits[i]) : peak;
+  if (peak == -INF) return 0;  // as all the rest
+  for (i = 0; i + W <= vocab; i += W) {
+    vi equal = load(logits + i) == peak;
+    int32_t any = 0;
+    for (int j = 0; j < W; j++) any |= equal[j];
+    if (any) break;
+  }
+  for (; i < vocab; i++)
+    if (to_float(logits[i]) == peak) break;
+  return i;
+}
+
 // The last step of exp(scores): weights of removed logits (-inf) come out 0.
 void weigh(const Row& row, float peak, float temperature) {
   // A subnormal temperature has no finite inverse; the largest float stands in for it, and
@@ -196,12 +219,13 @@ int64_t invert(const Row& row, double u) {
 
 template <class T>
 int64_t sample_row(const T* logits, int64_t vocab, const SamplingColumns& c, int64_t r) {
+  if (!(c.temperature[r] > 0)) return greatest(logits, vocab);
   struct Logits;
   struct Weights;
   Row row{scratch<Logits, float>(size_t(vocab)), nullptr, vocab};
   float peak = widen(logits, row);
   float temperature = c.temperature[r];
-  if (!(temperature > 0) || !std::isfinite(peak)) return first_equal(row.logits, vocab, peak);
+  if (!std::isfinite(peak)) return first_equal(row.logits, vocab, peak);
   row.weights = scratch<Weights, float>(size_t(vocab));
   if (c.top_k[r] > 0 && c.top_k[r] < vocab) row.top_k(c.top_k[r]);
   weigh(row, peak, temperature);

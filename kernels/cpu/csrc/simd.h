@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -172,6 +173,9 @@ inline float sum(vf v) {
 #endif
 }
 inline float max_lane(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(bits_as<__m512>(v));
+#endif
   float best = v[0];
   for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
   return best;

@@ -1,0 +1,86 @@
+"""CPU ops whose every result depends on its own sequence alone, bit for bit.
+
+The C++ products, norms and the rest sum each row in one order, whatever the batch. Only
+attention has several orders: a lone query token reads its keys in spans at fixed
+positions, a chunk goes through tiles of keys. So here each query token is made a
+sequence of its own, with the keys up to itself, and takes the lone token's way: chunked,
+batched, cached or decoded, it sums the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.cpu import library
+from kernels.cpu.library import Library
+from kernels.cpu.ops import CpuOps
+from kernels.ops import AttentionBatch, BlockBatch
+from kernels.registry import UnsupportedOps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.ops import BlockStack, Ops
+
+
+def load_batch_invariant_cpu_ops() -> Ops:
+    """Raises UnsupportedOps if the C++ is not built: torch's products promise no order."""
+    supported = library.supported_variants()
+    if not supported:
+        raise UnsupportedOps(f"results that do not depend on the batch: {library.why_missing()}")
+    return BatchInvariantCpuOps(Library(supported[-1]))
+
+
+class BatchInvariantCpuOps(CpuOps):
+    """See the module. Prefill attention reads each key once for each query token."""
+
+    def run_blocks(
+        self,
+        stack: BlockStack,
+        residual: torch.Tensor,
+        batch: BlockBatch,
+        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        attention = one_token_sequences(batch.attention)
+        alone = BlockBatch(batch.positions, batch.slot_mapping, attention)
+        super().run_blocks(stack, residual, alone, kv_caches)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        return super().attention(q, k_cache, v_cache, one_token_sequences(batch), scale)
+
+
+def one_token_sequences(batch: AttentionBatch) -> AttentionBatch:
+    """The same attention with each query token as a sequence [0, its position].
+
+    Tokens of a sequence of length 0 stay in one that has no keys.
+    """
+    starts, seq_lens = batch.query_start_loc_host.long(), batch.seq_lens_host.long()
+    query_lens = starts.diff()
+    num_tokens = int(query_lens.sum())
+    if batch.num_decodes == seq_lens.shape[0] == num_tokens:
+        return batch
+    row = torch.repeat_interleave(query_lens)
+    index = torch.arange(num_tokens) - (starts[:-1] - starts[0])[row]
+    lens = (seq_lens - query_lens)[row] + index + 1
+    lens[seq_lens[row] == 0] = 0
+    token_starts = torch.arange(num_tokens + 1, dtype=torch.int32) + int(starts[0])
+    token_lens = lens.int()
+    return AttentionBatch(
+        query_start_loc=token_starts,
+        seq_lens=token_lens,
+        block_table=batch.block_table[row],
+        num_decodes=num_tokens,
+        max_query_len=1,
+        max_seq_len=batch.max_seq_len,
+        query_start_loc_host=token_starts,
+        seq_lens_host=token_lens,
+    )

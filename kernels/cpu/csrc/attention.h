@@ -1,0 +1,60 @@
+// Causal attention over the paged KV cache: what is computed, and in which pieces.
+#pragma once
+
+#include <vector>
+
+#include "api.h"
+#include "parallel.h"
+
+struct AttentionSizes {
+  int64_t tokens, sequences, heads, kv_heads, head_dim, num_blocks, block_size;
+  int64_t q_token, q_head;  // strides
+  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head, table_row;
+  int64_t table_columns;
+  float scale;
+};
+
+namespace pagewire {
+
+struct AttentionItem {
+  int64_t sequence, kv_head, kv_heads;
+  int64_t first_token, tokens;     // of the flat batch
+  int64_t first_position;          // absolute position of first_token
+  int64_t key_begin, key_end;
+  int64_t partial;                 // first row of its partial result; -1: writes the output
+
+  // Its query rows are ordered by KV head, token, and query head within the group.
+  int64_t head_rows(int64_t group) const { return tokens * group; }
+  int64_t rows(int64_t group) const { return kv_heads * head_rows(group); }
+  int64_t token(int64_t row, int64_t group) const { return row % head_rows(group) / group; }
+  int64_t head(int64_t row, int64_t group) const {
+    return (kv_head + row / head_rows(group)) * group + row % group;
+  }
+};
+
+// Whether an item of so many tokens reads the cache directly, as decode does.
+bool is_direct(int64_t tokens, int64_t group);
+
+// How a batch is cut: the same for all layers of a step, whose sizes differ in strides only.
+struct AttentionPlan {
+  struct Merge {
+    int64_t first, spans;  // of items
+  };
+  std::vector<AttentionItem> items;
+  std::vector<Merge> merges;
+  int64_t partial_rows = 0, work = 0;
+
+  void make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens, int threads);
+};
+
+// The first sequence with a block or bounds that are out of range, or -1.
+int64_t find_stray(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
+                   const int32_t* block_table);
+
+// out is dense [tokens, heads, head_dim]; tokens of no sequence get zeros.
+template <class T>
+void attention(const AttentionSizes& n, const AttentionPlan& plan, const T* q, const T* k_cache,
+               const T* v_cache, T* out, const int32_t* starts, const int32_t* seq_lens,
+               const int32_t* block_table, int threads);
+
+}  // namespace pagewire

@@ -1,0 +1,261 @@
+// Attention's products in bfloat16 dot products (vdpbf16ps), for CPUs that have them.
+//
+// A dot product of keys wants pairs of elements across 16 keys in one vector: 16 rows of pairs
+// are transposed in registers. One of values wants pairs of keys across dimensions: two rows
+// are interleaved. With few query rows both are used at once, with many they go to a tile.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AVX512BF16__)
+
+namespace pagewire {
+namespace dots {
+
+constexpr int64_t KEYS = 64;   // a step
+constexpr int64_t LANES = 16;  // keys of a vector
+constexpr int64_t DEPTH = 32;  // bfloat16 elements of a vector
+constexpr int MOST_ROWS = 6;   // of the functions for few rows
+
+inline __m512i load_row(const bf16* from, int64_t left) {
+  if (left >= DEPTH) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), from);
+}
+
+inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sum, bits_as<__m512bh>(a), bits_as<__m512bh>(b));
+}
+
+inline __m512i splat_pair(const bf16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+
+// rows[i][j] becomes rows[j][i], in elements of 32 bits.
+inline void transpose(__m512i (&rows)[16]) {
+  __m512i t[16];
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+  }
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    rows[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+inline void load_keys(const bf16* const* keys, int64_t d, int64_t left, __m512i (&columns)[16]) {
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 16; i++) columns[i] = load_row(keys[i] + d, left);
+  transpose(columns);
+}
+
+// a[0] b[0], a[1] b[1], ... of two rows of values: dimensions [0, 16) and [16, 32).
+struct ValuePair {
+  __m512i low, high;
+};
+inline ValuePair interleave(__m512i a, __m512i b) {
+  const __m512i by_16 = _mm512_set1_epi16(16);
+  // Word 2i comes from a[i], word 2i + 1 from b[i], which is number 32 + i.
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return {_mm512_permutex2var_epi16(a, low, b),
+          _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, by_16), b)};
+}
+
+// exp(x) for x <= 0, by 2^n 2^r: 2e-7 of the value where it matters, 8e-6 at the far end, beyond
+// which it is zero; weights are rounded to bfloat16 after it. r's polynomial interpolates 2^r at
+// Chebyshev points of [-1/2, 1/2].
+inline vf exp_of_negative(vf x) {
+  __m512 power = bits_as<__m512>(x * 1.44269504088896341f);
+  __m512 n = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  vf r = bits_as<vf>(power) - bits_as<vf>(n);
+  vf p = splat(1.3390863365e-03f);
+  p = p * r + 9.6760319184e-03f;
+  p = p * r + 5.5503571142e-02f;
+  p = p * r + 2.4022107485e-01f;
+  p = p * r + 6.9314718803e-01f;
+  p = p * r + 1.0000000755e+00f;
+  // NaN counts, and stays.
+  __mmask16 counts = _mm512_cmp_ps_mask(power, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return bits_as<vf>(_mm512_maskz_scalef_ps(counts, bits_as<__m512>(p), n));
+}
+
+// Fetches the rows of the tokens that come next, all heads of one token after the other as they
+// lie in memory, a line at a time: a burst would stall, and head by head would cost the double.
+// Into the second level: of two steps the first one holds half, and what is on its way to it
+// would occupy the buffers that the products' own misses wait for.
+class Fetcher {
+ public:
+  Fetcher() = default;
+  Fetcher(const bf16* const* rows, int64_t count, int64_t elements)
+      : row_(rows), end_(rows + count), elements_(elements) {}
+
+  void operator()() {
+    if (row_ == end_) return;
+    __builtin_prefetch(*row_ + at_, 0, 2);
+    at_ += 32;
+    if (at_ >= elements_) {
+      at_ = 0;
+      row_++;
+    }
+  }
+
+ private:
+  const bf16 *const* row_ = nullptr;
+  const bf16* const* end_ = nullptr;
+  int64_t elements_ = 0, at_ = 0;
+};
+
+// scores[m][16] of M query rows and 16 keys. q is padded with zeros to a multiple of DEPTH.
+template <int M>
+void multiply_keys(const bf16* q, int64_t q_row, const bf16* const* keys, Fetcher& fetch,
+                   int64_t head_dim, float* scores) {
+  __m512 sums[M] = {};
+  for (int64_t d = 0; d < head_dim; d += DEPTH) {
+    __m512i columns[16];
+    load_keys(keys, d, head_dim - d, columns);
+    PAGEWIRE_UNROLL
+    for (int pair = 0; pair < 16; pair++) {
+      fetch();
+      PAGEWIRE_UNROLL
+      for (int m = 0; m < M; m++)
+        sums[m] = dot(sums[m], splat_pair(q + m * q_row + d + 2 * pair), columns[pair]);
+    }
+  }
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++) _mm512_storeu_ps(scores + m * KEYS, sums[m]);
+}
+
+// acc[m][d..] += weights[m][j] * values[j][d..] for M rows and N vectors of 32 dimensions.
+template <int M, int N>
+void add_values_at(const bf16* weights, const bf16* const* values, Fetcher& fetch,
+                   int64_t count, int64_t d, int64_t head_dim, float* acc, int64_t acc_row) {
+  __m512 sums[M][2 * N];
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++)
+    PAGEWIRE_UNROLL
+    for (int i = 0; i < 2 * N; i++) sums[m][i] = _mm512_loadu_ps(acc + m * acc_row + d + i * LANES);
+  for (int64_t j = 0; j < count; j += 2) {
+    PAGEWIRE_UNROLL
+    for (int i = 0; i < N; i++) {
+      int64_t at = d + i * DEPTH;
+      __m512i a = load_row(values[j] + at, head_dim - at);
+      // What lies behind the last value may be anything, and its weight is zero.
+      __m512i b = j + 1 < count ? load_row(values[j + 1] + at, head_dim - at) : __m512i{};
+      ValuePair pair = interleave(a, b);
+      fetch();
+      fetch();
+      PAGEWIRE_UNROLL
+      for (int m = 0; m < M; m++) {
+        __m512i weight = splat_pair(weights + m * KEYS + j);
+        sums[m][2 * i] = dot(sums[m][2 * i], weight, pair.low);
+        sums[m][2 * i + 1] = dot(sums[m][2 * i + 1], weight, pair.high);
+      }
+    }
+  }
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++)
+    PAGEWIRE_UNROLL
+    for (int i = 0; i < 2 * N; i++) _mm512_storeu_ps(acc + m * acc_row + d + i * LANES, sums[m][i]);
+}
+
+template <int M>
+void add_values(const bf16* weights, const bf16* const* values, Fetcher& fetch,
+                int64_t count, int64_t head_dim, float* acc, int64_t acc_row) {
+  int64_t d = 0;
+  if constexpr (M <= 4)
+    for (; d + DEPTH < head_dim; d += 2 * DEPTH)
+      add_values_at<M, 2>(weights, values, fetch, count, d, head_dim, acc, acc_row);
+  for (; d < head_dim; d += DEPTH)
+    add_values_at<M, 1>(weights, values, fetch, count, d, head_dim, acc, acc_row);
+}
+
+// Tiles for many rows: panels of 32 columns, as [panel][pair][32 columns][2].
+
+// Of 64 keys, whose pairs are those of dimensions.
+inline void pack_keys(const bf16* const* keys, int64_t count, int64_t head_dim, int64_t dim,
+                      bf16* tile) {
+  for (int64_t j = 0; j < count; j += LANES)
+    for (int64_t d = 0; d < head_dim; d += DEPTH) {
+      __m512i columns[16];
+      load_keys(keys + j, d, head_dim - d, columns);
+      bf16* to = tile + (j / 32) * dim * 32 + (d / 2) * 64 + (j % 32) * 2;
+      PAGEWIRE_UNROLL
+      for (int pair = 0; pair < 16; pair++) _mm512_storeu_si512(to + pair * 64, columns[pair]);
+    }
+}
+
+// Of the dimensions, whose pairs are those of keys.
+inline void pack_values(const bf16* const* values, int64_t count, int64_t head_dim, bf16* tile) {
+  for (int64_t d = 0; d < head_dim; d += DEPTH)
+    for (int64_t j = 0; j < count; j += 2) {
+      __m512i a = load_row(values[j] + d, head_dim - d);
+      __m512i b = j + 1 < count ? load_row(values[j + 1] + d, head_dim - d) : __m512i{};
+      ValuePair pair = interleave(a, b);
+      bf16* to = tile + d * KEYS + j * 32;
+      _mm512_storeu_si512(to, pair.low);
+      _mm512_storeu_si512(to + 32, pair.high);
+    }
+}
+
+// c[M][32] (+)= a[M][2 pairs] and one panel
+template <int M>
+void multiply_tile(const bf16* a, int64_t a_row, const bf16* panel, int64_t pairs, float* c,
+                   int64_t c_row, bool add) {
+  __m512 sums[M][2] = {};
+  if (add) {
+    PAGEWIRE_UNROLL
+    for (int m = 0; m < M; m++) {
+      sums[m][0] = _mm512_loadu_ps(c + m * c_row);
+      sums[m][1] = _mm512_loadu_ps(c + m * c_row + LANES);
+    }
+  }
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    __m512i low = _mm512_loadu_si512(panel + pair * 64);
+    __m512i high = _mm512_loadu_si512(panel + pair * 64 + 32);
+    PAGEWIRE_UNROLL
+    for (int m = 0; m < M; m++) {
+      __m512i both = splat_pair(a + m * a_row + 2 * pair);
+      sums[m][0] = dot(sums[m][0], both, low);
+      sums[m][1] = dot(sums[m][1], both, high);
+    }
+  }
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++) {
+    _mm512_storeu_ps(c + m * c_row, sums[m][0]);
+    _mm512_storeu_ps(c + m * c_row + LANES, sums[m][1]);
+  }
+}
+
+// Calls f with std::integral_constant<int, count>, count in [1, M].
+template <int M, class F>
+void with_rows(int64_t count, const F& f) {
+  if constexpr (M > 1)
+    if (count < M) return with_rows<M - 1>(count, f);
+  f(std::integral_constant<int, M>{});
+}
+
+}  // namespace dots
+}  // namespace pagewire
+
+#endif

@@ -1,0 +1,87 @@
+// How attention's work is cut: items of (sequence, KV head, tile of query tokens, span of keys).
+//
+// All the query heads of a KV head go together, so each key and value is read once for them.
+// A lone token's long context is cut into spans at fixed positions that are merged at the end,
+// so that a result depends on neither the batch nor the threads.
+
+#include <algorithm>
+
+#include "attention.h"
+
+namespace pagewire {
+
+using Item = AttentionItem;
+
+namespace {
+
+constexpr int64_t SPAN = 512;        // keys of a decode item
+constexpr int64_t DIRECT_ROWS = 12;  // up to here rows read the cache directly
+// Query rows (tokens x heads) of a prefill item: many, to widen a key seldom, but a short chunk
+// still makes several items.
+constexpr int64_t MIN_TILE_ROWS = 48, MAX_TILE_ROWS = 192, TILES = 4;
+
+}  // namespace
+
+bool is_direct(int64_t tokens, int64_t group) {
+  return tokens == 1 || tokens * group <= DIRECT_ROWS;
+}
+
+void AttentionPlan::make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
+                         int threads) {
+  int64_t group = n.heads / n.kv_heads;
+  items.clear();
+  merges.clear();
+  partial_rows = work = 0;
+  // A token's heads lie side by side: with work enough for all threads, a direct item takes
+  // them together and reads memory in one run.
+  int64_t together = n.sequences >= 4 * threads ? n.kv_heads : 1;
+  // Prefill sequences, which come last, hold the longest items: hand those out first.
+  for (int64_t r = n.sequences - 1; r >= 0; r--) {
+    int64_t query_len = starts[r + 1] - starts[r], seq_len = seq_lens[r];
+    if (seq_len == 0 || query_len == 0) continue;
+    work += query_len * seq_len * n.heads * n.head_dim;
+    int64_t tile_rows = std::clamp(query_len * group / TILES, MIN_TILE_ROWS, MAX_TILE_ROWS);
+    int64_t tile_tokens = std::max<int64_t>(1, tile_rows / group);
+    for (int64_t end = query_len; end > 0; end -= tile_tokens) {
+      int64_t begin = std::max<int64_t>(0, end - tile_tokens);
+      int64_t kv_heads = is_direct(end - begin, group) ? together : 1;
+      Item item{r, 0, kv_heads, starts[r] + begin, end - begin, seq_len - query_len + begin, 0,
+                seq_len - query_len + end, -1};
+      int64_t spans = query_len == 1 ? (seq_len + SPAN - 1) / SPAN : 1;
+      for (item.kv_head = 0; item.kv_head < n.kv_heads; item.kv_head += kv_heads) {
+        if (spans == 1) {
+          items.push_back(item);
+          continue;
+        }
+        merges.push_back({int64_t(items.size()), spans});
+        for (int64_t s = 0; s < spans; s++) {
+          Item span = item;
+          span.key_begin = s * SPAN;
+          span.key_end = std::min(seq_len, (s + 1) * SPAN);
+          span.partial = partial_rows;
+          partial_rows += span.rows(group);
+          items.push_back(span);
+        }
+      }
+    }
+  }
+}
+
+int64_t find_stray(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
+                   const int32_t* block_table) {
+  for (int64_t r = 0; r < n.sequences; r++) {
+    bool sound = starts[r] >= 0 && starts[r] <= starts[r + 1] && starts[r + 1] <= n.tokens &&
+                 seq_lens[r] >= 0;
+    int64_t blocks = sound ? (seq_lens[r] + n.block_size - 1) / n.block_size : 0;
+    sound = sound && blocks <= n.table_columns &&
+            (seq_lens[r] == 0 || starts[r + 1] - starts[r] <= seq_lens[r]);
+    for (int64_t b = 0; sound && b < blocks; b++) {
+      int32_t block = block_table[r * n.table_row + b];
+      sound = block >= 0 && block < n.num_blocks;
+    }
+    if (!sound) return r;
+  }
+  return -1;
+}
+
+}  // namespace pagewire

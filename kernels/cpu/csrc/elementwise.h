@@ -1,0 +1,128 @@
+// What is done to single rows: RMSNorm, addition, SiLU-mul, rotary embedding.
+#pragma once
+
+#include <cmath>
+
+#include "api.h"
+#include "parallel.h"
+
+namespace pagewire {
+
+// Rows so few that waking threads costs more than it saves.
+constexpr int64_t SERIAL_ELEMENTS = 16384;
+
+inline int threads_for(int64_t elements, int threads) { return elements < SERIAL_ELEMENTS ? 1 : threads; }
+
+// Rows per item, so that an item is worth its atomic increment.
+template <class Body>
+void for_rows(int64_t rows, int64_t row_elements, int threads, const Body& body) {
+  int64_t per_item = 1 + 4096 / (row_elements + 1);
+  int64_t items = (rows + per_item - 1) / per_item;
+  parallel_for(items, threads_for(rows * row_elements, threads), [&](int64_t item) {
+    int64_t end = (item + 1) * per_item < rows ? (item + 1) * per_item : rows;
+    for (int64_t row = item * per_item; row < end; row++) body(row);
+  });
+}
+
+template <class T>
+float sum_of_squares(const T* x, int64_t n) {
+  vf total[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    vf a = load(x + i), b = load(x + i + W);
+    total[0] += a * a;
+    total[1] += b * b;
+  }
+  for (; i < n; i += W) {
+    vf a = n - i >= W ? load(x + i) : load_first(x + i, n - i);
+    total[0] += a * a;
+  }
+  return sum(total[0] + total[1]);
+}
+
+template <class T>
+void normalize(const T* x, const T* weight, T* out, int64_t n, float eps) {
+  vf inverse_rms = splat(1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps));
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load(x + i) * inverse_rms * load(weight + i));
+  if (i < n) {
+    vf tail = load_first(x + i, n - i) * inverse_rms * load_first(weight + i, n - i);
+    store_first(out + i, tail, n - i);
+  }
+}
+
+template <class T>
+void add(const T* x, T* residual, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(residual + i, load(residual + i) + load(x + i));
+  if (i < n)
+    store_first(residual + i, load_first(residual + i, n - i) + load_first(x + i, n - i), n - i);
+}
+
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+template <class T>
+void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, silu(load(gate + i)) * load(up + i));
+  if (i < n)
+    store_first(out + i, silu(load_first(gate + i, n - i)) * load_first(up + i, n - i), n - i);
+}
+
+// One head: element i turns with element i + half; the rest is copied. from may be to.
+template <class T>
+void rotate_head(const T* from, T* to, const float* cos, const float* sin, int64_t half, int64_t dim) {
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    vf a = load(from + i), b = load(from + half + i), c = load(cos + i), s = load(sin + i);
+    store(to + i, a * c - b * s);
+    store(to + half + i, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    float a = to_float(from[i]), b = to_float(from[half + i]);
+    from_float(a * cos[i] - b * sin[i], to + i);
+    from_float(b * cos[i] + a * sin[i], to + half + i);
+  }
+  if (from != to) std::memcpy(to + 2 * half, from + 2 * half, size_t(dim - 2 * half) * sizeof(T));
+}
+
+struct RopeSizes {
+  int64_t tokens, heads, kv_heads, head_dim, rotary_dim, max_positions, num_blocks, block_size;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
+  int64_t k_block, k_slot, k_cache_head, v_block, v_slot, v_cache_head;
+};
+
+// The first token whose position or slot is out of range, or -1.
+inline int64_t find_stray(const RopeSizes& n, const int64_t* positions, const int64_t* slots) {
+  for (int64_t t = 0; t < n.tokens; t++)
+    if (positions[t] < 0 || positions[t] >= n.max_positions || slots[t] < -1 ||
+        slots[t] >= n.num_blocks * n.block_size)
+      return t;
+  return -1;
+}
+
+// cos_sin is dense float32 [max_positions, rotary_dim].
+template <class T>
+void rope_and_cache(const RopeSizes& n, T* q, const T* k, const T* v, const int64_t* positions,
+                    const float* cos_sin, T* k_cache, T* v_cache, const int64_t* slots,
+                    int threads) {
+  int64_t half = n.rotary_dim / 2;
+  for_rows(n.tokens, (n.heads + 2 * n.kv_heads) * n.head_dim, threads, [&](int64_t t) {
+    const float* cos = cos_sin + positions[t] * n.rotary_dim;
+    const float* sin = cos + half;
+    for (int64_t h = 0; h < n.heads; h++) {
+      T* head = q + t * n.q_token + h * n.q_head;
+      rotate_head(head, head, cos, sin, half, n.head_dim);
+    }
+    if (slots[t] < 0) return;
+    int64_t block = slots[t] / n.block_size, offset = slots[t] % n.block_size;
+    for (int64_t h = 0; h < n.kv_heads; h++) {
+      T* k_to = k_cache + block * n.k_block + offset * n.k_slot + h * n.k_cache_head;
+      T* v_to = v_cache + block * n.v_block + offset * n.v_slot + h * n.v_cache_head;
+      rotate_head(k + t * n.k_token + h * n.k_head, k_to, cos, sin, half, n.head_dim);
+      std::memcpy(v_to, v + t * n.v_token + h * n.v_head, size_t(n.head_dim) * sizeof(T));
+    }
+  });
+}
+
+}  // namespace pagewire

@@ -1,0 +1,69 @@
+// Matrix products over all panels of a weight, with what is done to the sums on the way out.
+#pragma once
+
+#include <algorithm>
+
+#include "parallel.h"
+#include "weight.h"
+
+namespace pagewire {
+
+// Rows in the form that a weight's panels read.
+struct PreparedRows {
+  const void* data;
+  int64_t row_bytes, count;
+};
+
+// x [rows, w.in], prepared in memory of the calling thread that lives until its next call; x itself
+// where that will do.
+template <class T>
+PreparedRows prepare(const PackedWeight& w, int dtype, const T* x, int64_t x_row, int64_t rows,
+                     int threads) {
+  if (reads_directly(w, dtype)) return {x, x_row * int64_t(sizeof(T)), rows};
+  struct Prepared;
+  int64_t row_bytes = prepared_row_bytes(w);
+  char* to = scratch<Prepared, char>(size_t(rows * row_bytes));
+  if (rows * w.in < 16384) threads = 1;
+  parallel_for(rows, threads, [&](int64_t r) { prepare_row(w, x + r * x_row, to + r * row_bytes); });
+  return {to, row_bytes, rows};
+}
+
+// Rows whose sums of a panel are looked at together: they stay in the first-level cache.
+constexpr int64_t ROW_BLOCK = 48;
+
+// Calls body(panel, first row, rows) for all panels, with blocks of rows inside.
+template <class Body>
+void for_panels(int64_t panels, int64_t rows, int64_t in, int threads, const Body& body) {
+  if (rows * in * panels * PANEL < 65536) threads = 1;  // less than it takes to hand it out
+  parallel_ranges(panels, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; panel++)
+      for (int64_t row = 0; row < rows; row += ROW_BLOCK)
+        body(panel, row, std::min(ROW_BLOCK, rows - row));
+  });
+}
+
+// Calls put(row, first column, columns, sums) with the sums, plus bias, of every row and panel.
+template <class Put>
+void product(const PackedWeight& w, const PreparedRows& x, int threads, const Put& put) {
+  for_panels(num_panels(w), x.count, w.in, threads, [&](int64_t panel, int64_t row, int64_t rows) {
+    alignas(64) float sums[ROW_BLOCK * PANEL];
+    const char* from = static_cast<const char*>(x.data) + row * x.row_bytes;
+    multiply_panel(w, panel, from, x.row_bytes, rows, sums);
+    int64_t column = panel * PANEL, columns = std::min(PANEL, w.out - column);
+    for (int64_t r = 0; r < rows; r++) {
+      float* of_row = sums + r * PANEL;
+      if (w.bias != nullptr)
+        for (int64_t i = 0; i < columns; i++) of_row[i] += w.bias[column + i];
+      put(row + r, column, columns, of_row);
+    }
+  });
+}
+
+template <class T>
+void store_columns(T* to, const float* from, int64_t columns) {
+  int64_t i = 0;
+  for (; i + W <= columns; i += W) store(to + i, load(from + i));
+  for (; i < columns; i++) from_float(from[i], to + i);
+}
+
+}  // namespace pagewire

@@ -1,0 +1,245 @@
+// Products with weights of quant.h, by dot products of bytes.
+//
+// Activations become signed bytes with a float scale for each row and block of 32 features; a
+// block's product is then an exact integer, which joins the float sum of its output:
+//   sum += integer * (scale of the weights * scale of the row)
+//   sum += min * (scale of the row * sum of its bytes), where there is a min
+// A sum runs over the blocks in order whatever the number of rows: a row's result does not
+// depend on the rows beside it. A block of weights is unpacked once for up to ROWS rows.
+
+#include <algorithm>
+
+#include "quant.h"
+
+namespace pagewire {
+namespace quant {
+namespace {
+
+constexpr int ROWS = W == 16 ? 16 : 4;  // of a register tile
+constexpr int64_t AHEAD = 4096;         // bytes between a code and what is fetched meanwhile
+constexpr int32_t LEAST_OFFSET = 8;     // of the formats that have one; the others' are multiples
+
+// 32 features of a prepared row.
+struct PreparedBlock {
+  int8_t codes[BLOCK];
+  float scale;
+  float scaled_sum;  // scale * sum of the codes
+  // -LEAST_OFFSET * sum of the codes, of the first half and of all.
+  int32_t start_half, start;
+};
+
+#if defined(__AVX512VNNI__)
+#define PAGEWIRE_BYTE_DOTS
+#elif defined(__AVX2__)
+#define PAGEWIRE_BYTE_PAIRS
+#endif
+
+typedef int16_t vs __attribute__((vector_size(4 * W)));
+
+#if defined(PAGEWIRE_BYTE_PAIRS)
+// Each 16-bit word: the dot product of two unsigned bytes and two signed ones, which must fit.
+inline vs dot2(vi codes, vi x) {
+#if defined(__AVX512BW__)
+  return bits_as<vs>(_mm512_maddubs_epi16(bits_as<__m512i>(codes), bits_as<__m512i>(x)));
+#else
+  return bits_as<vs>(_mm256_maddubs_epi16(bits_as<__m256i>(codes), bits_as<__m256i>(x)));
+#endif
+}
+
+inline vi add_pairs(vs words) {
+#if defined(__AVX512BW__)
+  return bits_as<vi>(_mm512_madd_epi16(bits_as<__m512i>(words), _mm512_set1_epi16(1)));
+#else
+  return bits_as<vi>(_mm256_madd_epi16(bits_as<__m256i>(words), _mm256_set1_epi16(1)));
+#endif
+}
+
+// The same for codes up to 255, less 128 each: magnitudes fit, with their signs moved to x.
+inline vs dot2_less_128(vi codes, vi x) {
+#if defined(__AVX512BW__)
+  __m512i centred = _mm512_xor_si512(bits_as<__m512i>(codes), _mm512_set1_epi8(-128));
+  __m512i bytes = bits_as<__m512i>(x);
+  bytes = _mm512_mask_sub_epi8(bytes, _mm512_movepi8_mask(centred), _mm512_setzero_si512(), bytes);
+  return dot2(bits_as<vi>(_mm512_abs_epi8(centred)), bits_as<vi>(bytes));
+#else
+  __m256i centred = _mm256_xor_si256(bits_as<__m256i>(codes), _mm256_set1_epi8(-128));
+  __m256i bytes = _mm256_sign_epi8(bits_as<__m256i>(x), centred);
+  return dot2(bits_as<vi>(_mm256_abs_epi8(centred)), bits_as<vi>(bytes));
+#endif
+}
+#endif
+
+// sum += dot product of the four unsigned bytes and the four signed bytes of each lane.
+inline vi dot4(vi sum, vi codes, vi x) {
+#if defined(PAGEWIRE_BYTE_DOTS)
+  return bits_as<vi>(
+      _mm512_dpbusd_epi32(bits_as<__m512i>(sum), bits_as<__m512i>(codes), bits_as<__m512i>(x)));
+#else
+  // Even and odd bytes as words, whose products fit: 255 * 128 < 2^15.
+  vs even = bits_as<vs>(codes & 0x00ff00ff), odd = bits_as<vs>(bits_as<vw>(codes) >> 8);
+  vs x_even = (bits_as<vs>(x) << 8) >> 8, x_odd = bits_as<vs>(x) >> 8;
+  vi a = bits_as<vi>(even * x_even), b = bits_as<vi>(odd * x_odd);
+  return sum + (a >> 16) + ((a << 16) >> 16) + (b >> 16) + ((b << 16) >> 16);
+#endif
+}
+
+inline vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
+
+inline vi broadcast4(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return splat_int(four);
+}
+
+// Features 4 FROM to 4 TO of a block against one row; start is -LEAST_OFFSET * sum of x. Few rows
+// have too few sums in flight, so their integers are summed in two chains.
+template <class F, int FROM, int TO, bool TWO_CHAINS>
+inline vf dot_block(const vi (&codes)[8], const int8_t* x, int32_t start) {
+#if defined(PAGEWIRE_BYTE_PAIRS)
+  constexpr int BITS = F::CODE_BITS;
+  vi sum{};
+  if constexpr (BITS == 8) {
+    static_assert(F::OFFSET == 128);
+    PAGEWIRE_UNROLL
+    for (int j = FROM; j < TO; j++) sum += add_pairs(dot2_less_128(codes[j], broadcast4(x + 4 * j)));
+    return to_floats(sum);
+  }
+  // So many words add up below 2^15: 2 * 15 * 127 * 8, and so on.
+  constexpr int RUN = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+  if constexpr (F::OFFSET > 0) sum = splat_int(start) * (F::OFFSET / LEAST_OFFSET);
+  PAGEWIRE_UNROLL
+  for (int j = FROM; j < TO; j += RUN) {
+    vs words = dot2(codes[j], broadcast4(x + 4 * j));
+    PAGEWIRE_UNROLL
+    for (int k = j + 1; k < j + RUN; k++) words += dot2(codes[k], broadcast4(x + 4 * k));
+    sum += add_pairs(words);
+  }
+  return to_floats(sum);
+#else
+  vi sum{}, other{};
+  if constexpr (F::OFFSET > 0) sum = splat_int(start) * (F::OFFSET / LEAST_OFFSET);
+  PAGEWIRE_UNROLL
+  for (int j = FROM; j < TO; j++) {
+    if (TWO_CHAINS && j % 2)
+      other = dot4(other, codes[j], broadcast4(x + 4 * j));
+    else
+      sum = dot4(sum, codes[j], broadcast4(x + 4 * j));
+  }
+  return to_floats(TWO_CHAINS ? sum + other : sum);
+#endif
+}
+
+// sums[m * PANEL] of W rows of the weight, the first of which is `first` of the group, for M
+// prepared rows.
+template <class F, int M>
+__attribute__((noinline)) void tile(const uint8_t* group, int64_t first, int64_t blocks,
+                                    const PreparedBlock* x, int64_t row_bytes, float* sums) {
+  constexpr bool TWO = M <= 2;
+  const uint8_t* codes_at = group + F::scale_bytes(blocks) + first * 4;
+  const char* xs = reinterpret_cast<const char*>(x);
+  const uint8_t* ahead = group + AHEAD;
+  int64_t step = F::group_bytes(blocks) / blocks;
+  vf acc[M] = {};
+  for (int64_t b = 0; b < blocks; b++) {
+    // As much as a block takes, scales and all.
+    PAGEWIRE_UNROLL
+    for (int64_t line = 0; line < F::BYTES + LINE; line += LINE) __builtin_prefetch(ahead + line);
+    ahead += step;
+    vi codes[8];
+    F::unpack(codes_at, codes);
+    Scales s = F::load_block(group, b, first);
+    PAGEWIRE_UNROLL
+    for (int m = 0; m < M; m++) {
+      const PreparedBlock& block = *reinterpret_cast<const PreparedBlock*>(xs + m * row_bytes);
+      if constexpr (F::HALVES == 2) {
+        vf low = dot_block<F, 0, 4, TWO>(codes, block.codes, block.start_half);
+        vf high = dot_block<F, 4, 8, TWO>(codes, block.codes, block.start - block.start_half);
+        acc[m] += low * (s.scale[0] * block.scale);
+        acc[m] += high * (s.scale[1] * block.scale);
+      } else {
+        vf whole = dot_block<F, 0, 8, TWO>(codes, block.codes, block.start);
+        acc[m] += whole * (s.scale[0] * block.scale);
+        if constexpr (F::HAS_MIN) acc[m] += s.min * block.scaled_sum;
+      }
+    }
+    codes_at += F::BYTES;
+    xs += sizeof(PreparedBlock);
+  }
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++) store(sums + m * PANEL, acc[m]);
+}
+
+template <class F, int M>
+void tiles(const uint8_t* group, int64_t first, int64_t blocks, const char* x, int64_t row_bytes,
+           int64_t rows, float* sums) {
+  int64_t r = 0;
+  for (; r + M <= rows; r += M)
+    tile<F, M>(group, first, blocks, reinterpret_cast<const PreparedBlock*>(x + r * row_bytes),
+               row_bytes, sums + r * PANEL);
+  if constexpr (M > 1)
+    if (r < rows)
+      tiles<F, M / 2>(group, first, blocks, x + r * row_bytes, row_bytes, rows - r, sums + r * PANEL);
+}
+
+template <class T>
+void prepare_block(const T* x, PreparedBlock& to) {
+  vf values[BLOCK / W], peak = {}, strange = {};
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < BLOCK / W; i++) {
+    values[i] = load(x + i * W);
+    peak = max(peak, max(values[i], -values[i]));
+    strange += values[i] - values[i];  // NaN where a value is not finite
+  }
+  float most = max_lane(peak), scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+  if (!(inverse < INF)) scale = inverse = 0.0f;  // so tiny that its inverse overflows
+  int32_t sums[2] = {};
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < BLOCK / W; i++) {
+    typedef int8_t bytes __attribute__((vector_size(W)));
+    vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vi rounded = bits_as<vi>(values[i] * inverse + magic) - bits_as<vi>(magic);
+    bytes narrow = __builtin_convertvector(rounded, bytes);
+    std::memcpy(to.codes + i * W, &narrow, sizeof narrow);
+    sums[i * W / (BLOCK / 2)] += int32_t(sum(to_floats(rounded)));
+  }
+  to.scale = scale + sum(strange);
+  to.scaled_sum = to.scale * float(sums[0] + sums[1]);
+  to.start_half = -LEAST_OFFSET * sums[0];
+  to.start = -LEAST_OFFSET * (sums[0] + sums[1]);
+}
+
+}  // namespace
+
+int64_t prepared_row_bytes(int64_t in) {
+  // An odd number of lines: rows at a power of two from each other would evict each other.
+  return round_up(in / BLOCK * int64_t(sizeof(PreparedBlock)), LINE) | LINE;
+}
+
+template <class T>
+void prepare_row(int64_t in, const T* x, void* to) {
+  PreparedBlock* blocks = static_cast<PreparedBlock*>(to);
+  for (int64_t b = 0; b < in / BLOCK; b++) prepare_block(x + b * BLOCK, blocks[b]);
+}
+template void prepare_row(int64_t, const float*, void*);
+template void prepare_row(int64_t, const bf16*, void*);
+template void prepare_row(int64_t, const f16*, void*);
+
+void multiply_panel(const PackedWeight& w, int64_t panel, const void* x, int64_t row_bytes,
+                    int64_t rows, float* sums) {
+  const QuantizedParts& table = *static_cast<const QuantizedParts*>(w.data);
+  const QuantizedPart* part = table.parts;
+  int64_t blocks = w.in / BLOCK, end = std::min(w.out, (panel + 1) * PANEL);
+  for (int64_t row = panel * PANEL; row < end; row += W, sums += W) {
+    while (part + 1 < table.parts + table.count && part[1].first_row <= row) part++;
+    int64_t of_part = row - part->first_row;
+    with_format(part->format, [&](auto format) {
+      using F = decltype(format);
+      const uint8_t* group = part->packed + of_part / GROUP * F::group_bytes(blocks);
+      tiles<F, ROWS>(group, of_part % GROUP, blocks, static_cast<const char*>(x), row_bytes, rows,
+                     sums);
+    });
+  }
+}
+
+}  // namespace quant
+}  // namespace pagewire
