@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
@@ -20,14 +21,22 @@ from pagewire.obs.logging import setup_logging
 from pagewire.obs.ready import COMMANDS, MODEL, write_ready_file
 from pagewire.settings import load_config
 from pagewire.wire.messages import PROTOCOL_VERSION, Ready
-from pagewire.wire.sockets import BindError, bind_commands, bound_endpoint, close_bound
+from pagewire.wire.sockets import (
+    BindError,
+    bind_commands,
+    bound_endpoint,
+    close_bound,
+    require_local,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from engine_core.core import EngineCore
     from engine_core.engine_builder import BuiltEngine
     from engine_core.grammar.gate import GrammarGate
+    from engine_core.grammar.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, _interrupt)
     _spin_briefly()
     try:
-        config = load_config(EngineConfig, argv)
+        config = load_config(EngineConfig, argv, prog="python -m engine_core")
         setup_logging("engine", config.log_level, config.log_format)
         return _run(config)
     except ConfigError as error:
@@ -81,18 +90,21 @@ def _run(config: EngineConfig) -> int:
     try:
         # Before the model: a taken address shows at once, and a Hello that comes
         # while the model loads waits in the socket.
+        require_local(config.engine_bind, "--engine-bind", allow_remote=config.allow_remote_engine)
         router = bind_commands(context, config.engine_bind)
         endpoint = bound_endpoint(router)
         _log.info("commands on %s", endpoint)
         built = _build(config)
         epoch = secrets.randbits(64)
-        grammars = _make_grammars(built, config)
+        vocabulary = _vocabulary(built, config)
+        grammars = _make_grammars(built, vocabulary)
         process = EngineProcess(
-            _make_core(built, config, epoch, grammars),
+            _make_core(built, config, epoch, grammars, vocabulary),
             _ready(built, epoch),
             context,
             router,
             frontend_timeout=config.frontend_timeout,
+            hang_timeout=config.engine_hang_timeout,
         )
 
         grammars.set_wake(process.wake)
@@ -113,29 +125,42 @@ def _run(config: EngineConfig) -> int:
 
 def _build(config: EngineConfig) -> BuiltEngine:
     resolve_model(config.model, config.served_model_name)  # fails in no time, torch takes seconds
+    if config.device.startswith("sim:"):
+        from engine_core.sim_builder import build_simulated
+
+        return build_simulated(config)
     from engine_core.engine_builder import build_engine
 
     with report_progress(config.model) as progress:
         return build_engine(config, progress)
 
 
-def _make_grammars(built: BuiltEngine, config: EngineConfig) -> GrammarGate:
-    from engine_core.grammar.compiler import GrammarCompiler
-    from engine_core.grammar.gate import GrammarGate
+def _vocabulary(built: BuiltEngine, config: EngineConfig) -> Callable[[], Vocabulary]:
+    """Read when first asked for."""
     from engine_core.grammar.vocabulary import read_vocabulary
 
     source = resolve_model(config.model, config.served_model_name)
-    compiler = GrammarCompiler(
-        lambda: read_vocabulary(source, built.vocab_size), built.eos_token_ids
-    )
-    return GrammarGate(compiler.compile)
+    return cache(lambda: read_vocabulary(source, built.vocab_size))
+
+
+def _make_grammars(built: BuiltEngine, vocabulary: Callable[[], Vocabulary]) -> GrammarGate:
+    from engine_core.grammar.compiler import GrammarCompiler
+    from engine_core.grammar.gate import GrammarGate
+
+    return GrammarGate(GrammarCompiler(vocabulary, built.eos_token_ids).compile)
 
 
 def _make_core(
-    built: BuiltEngine, config: EngineConfig, epoch: int, grammars: GrammarGate
+    built: BuiltEngine,
+    config: EngineConfig,
+    epoch: int,
+    grammars: GrammarGate,
+    vocabulary: Callable[[], Vocabulary],
 ) -> EngineCore:
     from engine_core.core import EngineCore
     from engine_core.kv.manager import KVManager
+    from engine_core.kv.offload import KVOffload
+    from engine_core.kv.restore_policy import RestorePolicy
     from engine_core.sched.limits import SchedulerLimits
     from engine_core.sched.policy import make_policy
     from engine_core.sched.scheduler import Scheduler
@@ -148,12 +173,26 @@ def _make_core(
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_mixed_prefill_tokens=built.max_mixed_prefill_tokens,
         )
-        kv_manager = KVManager(built.num_blocks, built.block_size, config.enable_prefix_caching)
+        offload = None
+        if built.num_host_blocks:
+            policy = RestorePolicy(built.block_size, built.kv_costs)
+            offload = KVOffload(built.num_host_blocks, policy)
+        kv_manager = KVManager(
+            built.num_blocks, built.block_size, config.enable_prefix_caching, offload
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     scheduler = Scheduler(limits, kv_manager, make_policy(config.scheduling_policy))
-    return EngineCore(scheduler, built.runner, epoch=epoch, grammars=grammars)
+    return EngineCore(
+        scheduler,
+        built.runner,
+        epoch=epoch,
+        grammars=grammars,
+        token_bytes=cache(lambda: vocabulary().text_bytes()),
+        find_unsupported=built.find_unsupported,
+    )
 
 
 def _ready(built: BuiltEngine, epoch: int) -> Ready:

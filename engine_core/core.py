@@ -10,10 +10,11 @@ import msgspec
 
 from engine_core.grammar.gate import GrammarGate, compile_nothing
 from engine_core.grammar.grammar import BadConstraint
+from engine_core.kv.offload import NO_TIER
 from engine_core.request import Request, Status
 from engine_core.sched.deadline import DeadlineWatch, SpeedEstimate
 from engine_core.sched.followers import Followers, has_same_prompt
-from engine_core.sched.intake import Refused, read_add
+from engine_core.sched.intake import Refused, all_is_supported, no_token_bytes, read_add
 from pagewire.types import FinishReason
 from pagewire.wire.codec import pack_counts, pack_ids, pack_request_ids
 from pagewire.wire.messages import (
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine_core.runner.base import Runner
+    from engine_core.sched.intake import FindUnsupported
     from engine_core.sched.scheduler import Scheduler, StepOutcome
-    from pagewire.wire.messages import Add
+    from pagewire.wire.messages import Add, Beam
 
 _DEAD_END = (
     "structured_output, allowed_token_ids, bad_words and min_tokens together leave no token to draw"
@@ -67,9 +69,13 @@ class EngineCore:
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarGate | None = None,
+        token_bytes: Callable[[], Sequence[bytes]] = no_token_bytes,
+        find_unsupported: FindUnsupported = all_is_supported,
     ) -> None:
         """epoch: random 64 bit, one per engine process life. clock: seconds, monotonic.
-        grammars: where structured output is compiled; by default all of it is refused."""
+        grammars: where structured output is compiled; by default all of it is refused.
+        token_bytes: for beam searches with stop strings, asked once there is one.
+        find_unsupported: what the runner cannot do, which is refused."""
         self.epoch = epoch
         self.step_id = 0
         """Steps finished; stands still while one runs."""
@@ -82,6 +88,8 @@ class EngineCore:
         self._speed = SpeedEstimate(limits.max_num_batched_tokens, limits.max_chunk)
         self._deadlines = DeadlineWatch(self._speed, scheduler.count_uncached)
         self._followers = Followers()
+        self._token_bytes = token_bytes
+        self._find_unsupported = find_unsupported
         self._grammars = grammars if grammars is not None else GrammarGate(compile_nothing)
         self._outboxes: dict[int, _Outbox] = {}
         self._last_step_s = 0.0
@@ -114,10 +122,12 @@ class EngineCore:
                 received_at,
                 limits=self._scheduler.limits,
                 kv_manager=self._scheduler.kv_manager,
+                token_bytes=self._token_bytes,
+                find_unsupported=self._find_unsupported,
             )
             self._queue(request, add.leader_id)
         except Refused as refusal:
-            self._refuse(frontend_id, add.request_id, str(refusal))
+            self._refuse(frontend_id, add.request_id, str(refusal), refusal.field)
             return
         self._requests.setdefault(frontend_id, {})[request.request_id] = request
         self._deadlines.watch(request, received_at)
@@ -217,6 +227,7 @@ class EngineCore:
             result = pending.result()
             ended_at = self._clock()
             self._speed.observe(self._last_num_batched, ended_at - began_at)
+            self._scheduler.kv_manager.observe_step(plan, result, ended_at - began_at)
             self._deliver(self._scheduler.update(plan, result, ended_at))
         else:
             poll()
@@ -231,6 +242,7 @@ class EngineCore:
         the output that answers the aborts."""
         scheduler = self._scheduler
         kv_manager = scheduler.kv_manager
+        tier = NO_TIER if kv_manager.offload is None else kv_manager.offload.stats()
         return StepStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._followers) + len(self._grammars),
@@ -243,6 +255,12 @@ class EngineCore:
             total_preemptions=scheduler.total_preemptions,
             prefix_cache_queries=kv_manager.num_queried_tokens,
             prefix_cache_hits=kv_manager.num_hit_tokens,
+            host_cache_queries=tier.num_queried_tokens,
+            host_cache_hits=tier.num_hit_tokens,
+            num_host_blocks=tier.num_blocks,
+            num_used_host_blocks=tier.num_used_blocks,
+            total_offloaded_blocks=tier.num_offloaded_blocks,
+            total_restored_blocks=tier.num_restored_blocks,
         )
 
     def check_integrity(self) -> None:
@@ -250,7 +268,9 @@ class EngineCore:
         IntegrityError or AssertionError with the figures."""
         self._scheduler.check_integrity()
         num_here = sum(len(requests) for requests in self._requests.values())
-        num_there = len(self._scheduler.running) + len(self._scheduler.waiting)
+        # A beam search is known by its leader.
+        running = [it for it in self._scheduler.running if it.num_reserved_rows]
+        num_there = len(running) + len(self._scheduler.waiting)
         num_there += len(self._followers) + len(self._grammars)
         assert num_here == num_there, (num_here, num_there)
 
@@ -275,8 +295,10 @@ class EngineCore:
             self._scheduler.finish(request, status)
         self._report_finished(request, self._clock(), error, deadline_missed=deadline_missed)
 
-    def _refuse(self, frontend_id: int, request_id: int, error: str) -> None:
-        refusal = Finished(request_id=request_id, reason=int(FinishReason.ERROR), error=error)
+    def _refuse(self, frontend_id: int, request_id: int, error: str, field: str = "") -> None:
+        refusal = Finished(
+            request_id=request_id, reason=int(FinishReason.ERROR), error=error, field=field
+        )
         self._outbox(frontend_id).finished.append(refusal)
 
     def _report_finished(
@@ -296,6 +318,9 @@ class EngineCore:
         self._deadlines.forget(request)
         reason = request.finish_reason
         assert reason is not None, request
+        beams: tuple[Beam, ...] = ()
+        if request.group is not None and request.group.search.done:
+            beams = request.group.search.beams()
         timings = request.timings(now)
         self._outbox(request.frontend_id).finished.append(
             Finished(
@@ -310,6 +335,7 @@ class EngineCore:
                 error=error,
                 field=bad_field,
                 deadline_missed=deadline_missed,
+                beams=beams,
             )
         )
 
@@ -324,8 +350,11 @@ class EngineCore:
                     queue_s=request.first_scheduled_at - request.arrived_at,
                 )
             )
+        frontend_id = -1
         for request, token_id in zip(outcome.sampled, outcome.token_ids, strict=True):
-            outbox = self._outbox(request.frontend_id)
+            if request.frontend_id != frontend_id:  # mostly they are all of one
+                frontend_id = request.frontend_id
+                outbox = self._outbox(frontend_id)
             outbox.request_ids.append(request.request_id)
             outbox.token_ids.append(token_id)
         for drawn in outcome.logprobs:

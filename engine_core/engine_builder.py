@@ -8,12 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine_core.device.memory import block_num_bytes, plan_kv_cache, resolve_max_model_len
+from engine_core.device.memory import (
+    block_num_bytes,
+    plan_host_blocks,
+    plan_kv_cache,
+    resolve_max_model_len,
+)
 from engine_core.device.select import select_device
 from engine_core.model.config import check_window
 from engine_core.model.loader import load_model, open_model
+from engine_core.model.quantization import describe_computation, resolve_quantization
 from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
+from engine_core.sched.intake import FindUnsupported, all_is_supported
 from kernels.registry import UnsupportedOps, load_ops
 from pagewire.errors import ConfigError
 from pagewire.model_source import resolve_model
@@ -23,8 +31,10 @@ if TYPE_CHECKING:
 
     from engine_core.device.base import Device
     from engine_core.device.memory import KVPlan, MemoryBudget
+    from engine_core.kv.restore_policy import MeasuredCosts
     from engine_core.model.decoder import DecoderModel
     from engine_core.model.loader import OpenedModel
+    from engine_core.runner.base import Runner
     from kernels.ops import Ops
     from pagewire.config import EngineConfig
 
@@ -38,7 +48,7 @@ ProgressCallback = Callable[[str, int, int], None]
 class BuiltEngine:
     """The runner, and what the scheduler and Ready need to know of it."""
 
-    runner: ModelRunner
+    runner: Runner
     model_name: str
     architecture: str
     max_model_len: int
@@ -51,7 +61,14 @@ class BuiltEngine:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_mixed_prefill_tokens: int
     default_sampling: dict[str, float]
+    num_host_blocks: int = 0
+    """Of the second tier; 0 where there is none."""
+    kv_costs: MeasuredCosts | None = None
+    """Measured at warm-up where there is a second tier."""
+    find_unsupported: FindUnsupported = all_is_supported
+    """What of the sampling parameters the runner cannot do."""
 
 
 def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngine:
@@ -66,9 +83,11 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
     check_window(opened.config, max_model_len, str(opened.source.path))
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
     ops = _load_ops(config, device)
+    quantization = resolve_quantization(config, opened, ops)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     planner = _KVPlanner(config, opened, device, dtype, max_model_len)
     kv_plan = planner.plan_before_load()
+    num_host_blocks = planner.plan_host_blocks()
     model = load_model(
         opened,
         ops,
@@ -76,22 +95,29 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         dtype,
         kv_plan.max_model_len if kv_plan else max_model_len,
         lambda done, total: progress("weights", done, total),
+        quantization,
     )
     if kv_plan is None:
         kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens)
+    kv_caches = allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, dtype)
+    host_kv = HostKV(device, kv_caches, num_host_blocks) if num_host_blocks else None
     runner = ModelRunner(
         model,
         ops,
         device,
-        allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, dtype),
+        kv_caches,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=kv_plan.max_model_len,
+        host_kv=host_kv,
     )
     progress("warm-up", 0, 1)
     runner.warm_up()
+    kv_costs = runner.measure_kv_costs() if host_kv is not None else None
     progress("warm-up", 1, 1)
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = describe_computation(
+        str(dtype).removeprefix("torch."), quantization, model.quantized_formats
+    )
     logger.info(
         "%s ready in %.1f s: %s, %s on %s, %s kernels, %d KV blocks of %d tokens, context %d",
         opened.source.name,
@@ -117,16 +143,24 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_mixed_prefill_tokens=(
+            device.default_max_mixed_prefill_tokens
+            if config.max_mixed_prefill_tokens is None
+            else config.max_mixed_prefill_tokens
+        ),
         default_sampling=opened.config.default_sampling,
+        num_host_blocks=num_host_blocks,
+        kv_costs=kv_costs,
     )
 
 
 def _load_ops(config: EngineConfig, device: Device) -> Ops:
     name = device.default_kernels if config.kernels == "auto" else config.kernels
     try:
-        return load_ops(name)
+        return load_ops(name, batch_invariant=config.batch_invariant)
     except UnsupportedOps as error:
-        raise ConfigError(f"--kernels {config.kernels}: {error}") from error
+        mode = " with --batch-invariant" if config.batch_invariant else ""
+        raise ConfigError(f"--kernels {config.kernels}{mode}: {error}") from error
 
 
 class _KVPlanner:
@@ -157,6 +191,17 @@ class _KVPlanner:
             run_dummy_step(model, ops, one_block, max_num_batched_tokens, self._config.max_num_seqs)
 
         return self._plan(self._device.profiled_kv_budget(largest_step))
+
+    def plan_host_blocks(self) -> int:
+        size = self._config.kv_offload_memory
+        if size is None:
+            return 0
+        if not self._config.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-offload-memory holds what the prefix cache evicts: "
+                "it needs --enable-prefix-caching"
+            )
+        return plan_host_blocks(size, self._block_bytes)
 
     def _plan(self, budget: MemoryBudget) -> KVPlan:
         return plan_kv_cache(

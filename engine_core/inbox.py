@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from engine_core.doorbell import Doorbell
 from engine_core.events import Crashed, Event, Received
+from pagewire.obs.complaints import Complaints
 from pagewire.wire.codec import WireError, decode_command
 from pagewire.wire.messages import PROTOCOL_VERSION, Add, Hello, Ping
 from pagewire.wire.sockets import close_bound
@@ -32,7 +33,6 @@ _FOREIGN_PEER = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _BURST = 1000
-_COMPLAINT_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Inbox:
         self._frontend_timeout = frontend_timeout
         self._clock = clock
         self._peers: dict[bytes, _Peer] = {}
-        self._complaints = _Complaints(clock)
+        self._complaints = Complaints(_log, clock=clock)
         self._doorbell = Doorbell()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
@@ -170,23 +170,3 @@ class Inbox:
         while monitor.poll(0):
             recv_monitor_message(monitor)
             self._complaints.add("closed a connection that does not speak ZeroMQ")
-
-
-class _Complaints:
-    """Warnings about what strangers send, at most one in five seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._next_at = clock()
-        self._num_withheld = 0
-
-    def add(self, message: str, *args: object) -> None:
-        now = self._clock()
-        if now < self._next_at:
-            self._num_withheld += 1
-            return
-        if self._num_withheld:
-            message += f" (and {self._num_withheld} like it, unlogged)"
-        _log.warning(message, *args)
-        self._num_withheld = 0
-        self._next_at = now + _COMPLAINT_INTERVAL_S

@@ -1,4 +1,6 @@
-"""The output thread: owns the PUSH sockets, and beats while the loop computes."""
+"""The outputs: sent by the loop itself where nothing is in the way, else by the output
+thread, which opens and closes sessions, sends what had to wait, and beats while the loop
+computes."""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class Outbox:
     """Sends each frontend what is its own; a frontend that does not read costs
     the others nothing and the engine a bounded backlog.
 
-    Methods may be called from any thread and never wait, except finish().
+    Methods may be called from any thread and never wait for a frontend, except finish().
     It also knows which requests each frontend is owed a finish for, so that
     none ends in silence: those that were lost with a session are answered when
     the frontend comes back, those that still run at shutdown are aborted.
@@ -96,6 +98,8 @@ class Outbox:
         self._sessions: dict[int, Session] = {}
         self._unanswered: OrderedDict[int, set[int]] = OrderedDict()
         """Requests lost with their session, for each frontend, oldest loss first."""
+        self._lock = threading.Lock()
+        """Held by whoever uses sessions or their sockets."""
         self._finished = False
         self._doorbell = Doorbell()
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
@@ -116,7 +120,22 @@ class Outbox:
         self._tasks.put(_Expect(frontend_id, request_id))  # no hurry, hence no ring
 
     def send(self, frontend_id: int, message: Output) -> None:
-        self._put(_Send(frontend_id, message))
+        # To ring lets the output thread have the GIL, and the caller waits until it is done.
+        if not self._send_at_once(frontend_id, message):
+            self._put(_Send(frontend_id, message))
+
+    def _send_at_once(self, frontend_id: int, message: Output) -> bool:
+        """False, and nothing was done, if anything has to be seen to before."""
+        with self._lock:
+            session = self._sessions.get(frontend_id)
+            # While a session has a backlog, the output thread polls its socket.
+            if session is None or session.has_backlog or not self._tasks.empty():
+                return False
+            self._send(session, message)
+            needs_thread = session.has_backlog or session.broken is not None
+        if needs_thread:
+            self._doorbell.ring()
+        return True
 
     def publish(self, step: int, stats: StepStats) -> None:
         """What the next heartbeat says."""
@@ -149,13 +168,14 @@ class Outbox:
         while not self._finished:
             self._wait(beat_at - self._clock())
             self._doorbell.silence()
-            self._work_off()
-            for session in list(self._sessions.values()):
-                session.pump()
-                self._lose_if_broken(session)
-            if self._clock() >= beat_at:
-                self._beat()
-                beat_at = self._clock() + self._heartbeat_interval
+            with self._lock:
+                self._work_off()
+                for session in list(self._sessions.values()):
+                    session.pump()
+                    self._lose_if_broken(session)
+                if self._clock() >= beat_at:
+                    self._beat()
+                    beat_at = self._clock() + self._heartbeat_interval
 
     def _wait(self, timeout: float) -> None:
         poller = zmq.Poller()
@@ -170,7 +190,10 @@ class Outbox:
             task = self._tasks.get_nowait()
             match task:
                 case _Send():
-                    self._send(task.frontend_id, task.message)
+                    session = self._sessions.get(task.frontend_id)
+                    if session is not None:  # else its requests are among the unanswered
+                        self._send(session, task.message)
+                        self._lose_if_broken(session)
                 case _Expect():
                     self._expect(task)
                 case _Open():
@@ -181,16 +204,12 @@ class Outbox:
                     self._say_last_words(task)
                     return
 
-    def _send(self, frontend_id: int, message: Output) -> None:
-        session = self._sessions.get(frontend_id)
-        if session is None:
-            return  # its requests are among the unanswered
+    def _send(self, session: Session, message: Output) -> None:
         if isinstance(message, StepOutput):
             for finished in message.finished:
                 session.owed.discard(finished.request_id)
                 session.recently_finished.append(finished.request_id)
         session.send(encode(message))
-        self._lose_if_broken(session)
 
     def _expect(self, task: _Expect) -> None:
         session = self._sessions.get(task.frontend_id)

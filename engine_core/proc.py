@@ -11,7 +11,6 @@ there is no work, and looks into it once within every step.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import signal
 import time
@@ -21,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine_core.events import Crashed, Event, Lost, Opened, Received, Stop, Woken
 from engine_core.inbox import Inbox
 from engine_core.outbox import HEARTBEAT_INTERVAL_S, Outbox
+from engine_core.watchdog import Watchdog
+from pagewire import collector
 from pagewire.wire.codec import unpack_request_ids
-from pagewire.wire.messages import Abort, Add, ResetPrefixCacheReply
+from pagewire.wire.messages import SHUTDOWN, Abort, Add, ResetPrefixCacheReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from pagewire.wire.messages import Ready, StepOutput, StepStats
 
 _log = logging.getLogger(__name__)
-
-SHUTDOWN = "shutdown"
-"""Dead.reason when the engine was asked to end."""
 
 
 class Core(Protocol):
@@ -55,7 +53,8 @@ class EngineProcess:
     """A core, its threads and its sessions, from start to exit status.
 
     router: from bind_commands; it is the process's from here on. Intervals and
-    timeouts are in seconds.
+    timeouts are in seconds. hang_timeout: how long one turn of the loop may take before
+    the watchdog ends the process; 0 for ever.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class EngineProcess:
         router: Any,
         *,
         frontend_timeout: float,
+        hang_timeout: float = 0.0,
         heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +84,9 @@ class EngineProcess:
         )
         self._open: set[int] = set()
         self._stop: Stop | Crashed | None = None
+        self._turn = 0
+        self._resting = True
+        self._watchdog = Watchdog(self._busy_turn, hang_timeout) if hang_timeout else None
 
     def stop(self, reason: str = SHUTDOWN) -> None:
         """Ends run() after the step at hand. Safe in any thread and signal handler."""
@@ -100,6 +103,8 @@ class EngineProcess:
         """
         self._outbox.start()
         self._inbox.start()
+        if self._watchdog is not None:
+            self._watchdog.start()
         try:
             on_serving()
             self._loop()
@@ -116,13 +121,20 @@ class EngineProcess:
         while self._stop is None:
             if not core.has_work():
                 self._publish()
-                self._apply(self._events.get())
+                self._resting = True
+                event = self._events.get()
+                self._resting = False
+                self._apply(event)
+            self._turn += 1
             self._poll()
             # Also before the step: if it hangs, the heartbeat tells what it was about.
             self._publish()
             if self._stop is None and core.has_work():
                 for frontend_id, output in core.step(self._poll).items():
                     self._outbox.send(frontend_id, output)
+
+    def _busy_turn(self) -> int | None:
+        return None if self._resting else self._turn
 
     def _poll(self) -> None:
         """Applies all events that have come."""
@@ -170,6 +182,8 @@ class EngineProcess:
             self._outbox.send(frontend_id, ResetPrefixCacheReply(command.call_id, num_blocks))
 
     def _end(self, last_word: str, *, status: int) -> int:
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self._inbox.stop()
         # After a crash the frontend decides what becomes of its requests: Dead
         # tells it at once. A shutdown is meant, so each is ended by name.
@@ -186,7 +200,5 @@ def serve(process: EngineProcess, on_serving: Callable[[], None] = lambda: None)
         signal.signal(number, lambda number, _frame: process.stop(SHUTDOWN))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # What the start-up made stays for good: collections need not look at it again.
-    gc.collect()
-    gc.freeze()
+    collector.settle()
     return process.run(on_serving)

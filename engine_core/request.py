@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from engine_core.grammar.grammar import Grammar
     from engine_core.kv.block_table import BlockTable
+    from engine_core.sched.beam_group import BeamGroup
     from engine_core.sched.logprobs import PromptLogprobs
     from pagewire.types import SamplingParams
 
@@ -69,6 +70,7 @@ class Request:
         "first_token_at",
         "frontend_id",
         "grammar",
+        "group",
         "last_token_at",
         "max_num_tokens",
         "num_cached_tokens",
@@ -113,7 +115,7 @@ class Request:
         self.request_id = request_id
         self.table = table
         self.token_ids: array[int] = table.token_ids
-        """Prompt, then output; only appended to."""
+        """Prompt, then output; only appended to, except that a beam may go on as another."""
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.sample_index = sample_index
@@ -143,6 +145,8 @@ class Request:
         they are not wanted (any more)."""
         self.grammar: Grammar | None = None
         """What its output must follow, compiled before it is queued."""
+        self.group: BeamGroup | None = None
+        """The beam search that it leads, or is a beam of."""
         self.finish_token_id: int | None = None
         """The stop token that ended it, for STOPPED."""
 
@@ -167,6 +171,13 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
+    def num_reserved_rows(self) -> int:
+        """Rows that its admission takes, for itself and for the beams to come."""
+        if self.group is None:
+            return 1
+        return self.group.width if self.group.leader is self else 0
+
+    @property
     def is_finished(self) -> bool:
         return self.status not in _MOVES
 
@@ -186,6 +197,43 @@ class Request:
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
+
+    def new_branch(self, table: BlockTable) -> Request:
+        """A beam of its group: the same request, over other ids."""
+        branch = Request(
+            frontend_id=self.frontend_id,
+            request_id=self.request_id,
+            table=table,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            max_model_len=self.max_num_tokens,
+            priority=self.priority,
+            tenant=self.tenant,
+            arrived_at=self.arrived_at,
+        )
+        branch.group = self.group
+        branch.arrival_index = self.arrival_index
+        branch.admission_index = self.admission_index
+        return branch
+
+    def restart(self, table: BlockTable) -> None:
+        """Goes on as another sequence, of which nothing is computed. Holds no row."""
+        assert self.row == -1, self
+        self.table = table
+        self.token_ids = table.token_ids
+        self.num_computed_tokens = 0
+
+    def trade_places(self, other: Request) -> None:
+        """Two that run go on as each other's sequence, row and blocks."""
+        self.table, other.table = other.table, self.table
+        self.token_ids, other.token_ids = other.token_ids, self.token_ids
+        self.row, other.row = other.row, self.row
+        mine = self.num_computed_tokens
+        self.num_computed_tokens, other.num_computed_tokens = other.num_computed_tokens, mine
+
+    def end_prefill(self, now: float) -> None:
+        """The prompt is computed, and no output is wanted."""
+        self.first_token_at = self.last_token_at = now
 
     def timings(self, now: float) -> Timings:
         """Seconds in the queue, in prefill (to the first token) and in decode.

@@ -31,7 +31,7 @@ _DOWN = (
 
 class Session:
     """From a Hello until the connection ends, the frontend falls silent or
-    stops reading. Belongs to the output thread.
+    stops reading. Used under the outbox's lock; only the output thread polls it.
 
     Raises ConfigError for an endpoint that cannot be connected to.
     """

@@ -29,16 +29,30 @@ class Fence(Protocol):
         ...
 
 
+class Timer(Protocol):
+    """Runs from its making, which is queued on the device like any work."""
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float:
+        """Between the two points of the device's queue; it must have passed both."""
+        ...
+
+
 class Device(Protocol):
     torch_device: torch.device
     name: str
     """As Ready and the log spell it."""
     default_kernels: str
     default_max_num_batched_tokens: int
+    default_max_mixed_prefill_tokens: int
     is_synchronous: bool
     """Whether work is done when the call that queues it returns."""
     num_staging_sets: int
     """Host buffers that steps take in turn, so that filling one does not wait for the last."""
+    layers_share_blocks: bool
+    """Whether the KV of all layers of a block lies in one piece, rather than a layer's KV of all
+    blocks."""
 
     def resolve_dtype(self, requested: str, stored: CheckpointDtype) -> torch.dtype:
         """requested as in EngineConfig.dtype. Raises ConfigError."""
@@ -66,5 +80,7 @@ class Device(Protocol):
         ...
 
     def fence(self) -> Fence: ...
+
+    def timer(self) -> Timer: ...
 
     def fetch(self, values: torch.Tensor) -> Fetch: ...

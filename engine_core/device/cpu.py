@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from engine_core.device.memory import MemoryBudget, available_memory, parse_memory_size
+from kernels.cpu.memory import map_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +32,10 @@ class CpuDevice:
         self.name = "cpu"
         self.default_kernels = "cpu"
         self.default_max_num_batched_tokens = 512
+        self.default_max_mixed_prefill_tokens = 96
         self.is_synchronous = True
         self.num_staging_sets = 1
+        self.layers_share_blocks = True
         if kv_cache_memory is None:
             share = min(available_memory() // _DEFAULT_SHARE, _DEFAULT_MOST)
             self._budget = MemoryBudget(share, "--kv-cache-memory (default: an eighth of the free)")
@@ -55,9 +58,8 @@ class CpuDevice:
         return self._budget
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        # numpy's zeros come from calloc, whose pages the kernel supplies on first use;
-        # torch.zeros writes them all.
-        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        # The kernel supplies these pages on first use; torch.zeros writes them all.
+        raw = map_pages(math.prod(shape) * dtype.itemsize)
         return torch.from_numpy(raw).view(dtype).view(*shape)
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -69,6 +71,9 @@ class CpuDevice:
     def fence(self) -> _Passed:
         return _PASSED
 
+    def timer(self) -> _Timer:
+        return _Timer()
+
     def fetch(self, values: torch.Tensor) -> _Fetched:
         return _Fetched(values)
 
@@ -79,6 +84,18 @@ class _Passed:
 
 
 _PASSED = _Passed()
+
+
+class _Timer:
+    def __init__(self) -> None:
+        self._began_at = time.perf_counter()
+        self._seconds = 0.0
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._began_at
+
+    def seconds(self) -> float:
+        return self._seconds
 
 
 class _Fetched:

@@ -32,8 +32,10 @@ class CudaDevice:
         self.name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
         self.default_kernels = "cuda"
         self.default_max_num_batched_tokens = 2048
+        self.default_max_mixed_prefill_tokens = 0
         self.is_synchronous = False
         self.num_staging_sets = 2
+        self.layers_share_blocks = False
         self._utilization = memory_utilization
         self._fixed: MemoryBudget | None = None
         if kv_cache_memory is not None:
@@ -87,6 +89,9 @@ class CudaDevice:
     def fence(self) -> _CudaFence:
         return _CudaFence()
 
+    def timer(self) -> _CudaTimer:
+        return _CudaTimer()
+
     def fetch(self, values: torch.Tensor) -> _CudaFetch:
         return _CudaFetch(values)
 
@@ -98,6 +103,20 @@ class _CudaFence:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+class _CudaTimer:
+    def __init__(self) -> None:
+        self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._began.record()
+
+    def stop(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
 class _CudaFetch:

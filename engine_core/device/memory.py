@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagewire.errors import ConfigError
+from pagewire.memory_size import memory_size
 
 if TYPE_CHECKING:
     import torch
@@ -19,31 +19,14 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _LEAST_MODEL_LEN = 2
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_memory_size(text: str, flag: str) -> int:
     """512MiB, 4 GiB, 1.5gb or plain bytes, as bytes > 0. Raises ConfigError naming the flag."""
-    match = _SIZE.fullmatch(text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"{flag} {text!r}: expected a size such as 512MiB, 4GiB or plain bytes")
-    size = int(float(match[1]) * unit)
-    if size < 1:
-        raise ConfigError(f"{flag} {text!r}: must be above 0")
-    return size
+    try:
+        return memory_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: {error}") from error
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -96,6 +79,24 @@ class KVPlan:
     num_blocks: int
     """The null block among them."""
     max_model_len: int
+
+
+def plan_host_blocks(size: str, block_bytes: int) -> int:
+    """How many KV blocks --kv-offload-memory holds. Raises ConfigError with the figures."""
+    num_bytes = parse_memory_size(size, "--kv-offload-memory")
+    available = available_memory()
+    if num_bytes > available:
+        raise ConfigError(
+            f"--kv-offload-memory {size} is {num_bytes / _MIB:.1f} MiB, but this process may "
+            f"take {available / _MIB:.1f} MiB more"
+        )
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--kv-offload-memory {size} is {num_bytes / _MIB:.3f} MiB, "
+            f"but a KV block takes {block_bytes / _MIB:.3f} MiB"
+        )
+    return num_blocks
 
 
 def block_num_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

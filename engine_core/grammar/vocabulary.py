@@ -1,4 +1,4 @@
-"""The bytes of each token, read from the model's own files for grammars alone.
+"""The bytes of each token, read from the model's own files for what constrains or ends text.
 
 The engine works with ids; what constrains text has to know what they stand for.
 Nothing here tokenizes or decodes a request.
@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_core.model.gguf_file import GgufFile
 from pagewire.errors import ModelLoadError
+from pagewire.gguf_file import GgufFile
 from pagewire.token_bytes import TokenSpelling, find_spelling
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ class Vocabulary:
     """One for each of the model's ids; b"" for an id that no token has."""
     special_ids: frozenset[int]
     """Tokens that are signs to the model and no text."""
+
+    def text_bytes(self) -> tuple[bytes, ...]:
+        """What each id adds to a text: its bytes, or nothing for a sign."""
+        special = self.special_ids
+        return tuple(b"" if at in special else token for at, token in enumerate(self.tokens))
 
 
 def read_vocabulary(source: ModelSource, vocab_size: int) -> Vocabulary:

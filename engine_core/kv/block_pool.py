@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine_core.kv.block import Block, FreeList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NULL_BLOCK_ID = 0
 """Block 0 pads block tables: never handed out, cached or freed."""
@@ -25,8 +25,11 @@ class BlockPool:
     freed first, when no unhashed block is left.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """num_blocks counts the null block, so it is at least 2."""
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None
+    ) -> None:
+        """num_blocks counts the null block, so it is at least 2. on_evict: told the hash
+        and the id of each block that is handed out while its content could be hit."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}, at least 2 are needed (one is null)")
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -34,6 +37,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self._cached: dict[bytes, Block] = {}
+        self._on_evict = on_evict
 
     @property
     def num_blocks(self) -> int:
@@ -103,6 +107,14 @@ class BlockPool:
             hits.append(block)
         return hits
 
+    def find(self, block_hash: bytes) -> Block | None:
+        """The block whose content can be hit under this hash."""
+        return self._cached.get(block_hash)
+
+    def cached_items(self) -> list[tuple[bytes, int]]:
+        """(hash, block id) of all content that can be hit."""
+        return [(block_hash, block.block_id) for block_hash, block in self._cached.items()]
+
     def register(self, block: Block, block_hash: bytes) -> bool:
         """Makes a held block's content known; its KV must have been computed.
 
@@ -128,6 +140,8 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         """Evicts: the block's content can no longer be hit."""
         if block.block_hash is not None:
+            if self._on_evict is not None:
+                self._on_evict(block.block_hash, block.block_id)
             del self._cached[block.block_hash]
             block.block_hash = None
 

@@ -29,6 +29,7 @@ class BlockTable:
         "capacity",
         "donor",
         "hashes",
+        "num_computed",
         "num_donated",
         "num_registered",
         "reads_cache",
@@ -48,6 +49,8 @@ class BlockTable:
         self.blocks: list[Block] = []
         self.capacity = 0
         """Tokens that the blocks hold: len(blocks) * block_size."""
+        self.num_computed = 0
+        """Leading tokens whose KV is in these blocks, as far as update() or admission knows."""
         self.num_registered = 0
         """Leading blocks that were hits or have been offered to the prefix cache."""
         self.cache_generation = -1
@@ -58,8 +61,8 @@ class BlockTable:
         self.writes_cache = writes_cache
         """Whether its full blocks are offered to the prefix cache."""
         self.donor: BlockTable | None = None
-        """Another sequence's, whose first num_donated blocks, while it holds them, are as
-        good as computed here."""
+        """Another sequence's, whose first num_donated tokens, while it holds their blocks,
+        are as good as computed here."""
         self.num_donated = 0
         self.token_ids = token_ids
         """The sequence's own growing array; read here, never written."""

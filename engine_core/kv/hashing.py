@@ -59,6 +59,14 @@ class BlockHashes:
         self.root = root_hash(cache_salt)
         self._parent = self.root
 
+    def adopt(self, other: BlockHashes, num_blocks: int) -> None:
+        """Takes over what another sequence knows of their first num_blocks blocks, whose
+        ids are the same, unless this one has been asked before and knows its own."""
+        assert self.root == other.root, "sequences of different salts"
+        if not self._hashes and other._hashes and num_blocks:
+            self._hashes = other._hashes[:num_blocks]
+            self._parent = self._hashes[-1]
+
     def first(self, num_blocks: int) -> list[bytes]:
         """The hashes of at least the first num_blocks blocks; not to be changed.
 

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from engine_core.kv.block_pool import BlockPool, IntegrityError
 from engine_core.kv.block_table import BlockTable
+from engine_core.sched.plan import NO_MOVES, BlockMoves
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
 
     from engine_core.kv.block import Block
+    from engine_core.kv.offload import KVOffload
+    from engine_core.sched.plan import StepPlan, StepResult
 
 __all__ = ["IntegrityError", "KVManager", "PrefixHit"]
 
@@ -23,7 +26,19 @@ class PrefixHit:
     """The cached blocks that a sequence may begin with; taken only by admit()."""
 
     blocks: tuple[Block, ...]
+    """Those on the device."""
     num_cached_tokens: int
+    restores: tuple[int, ...] = ()
+    """Which of the leading blocks are to be copied back from the host, ascending; the
+    others are `blocks`."""
+    partial: Block | None = None
+    """A donor's block after these, of which the hit's last tokens are to be copied."""
+    num_declined: int = 0
+    """Blocks after these that the host has and that are computed, which is cheaper."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks) + len(self.restores)
 
     @property
     def num_free(self) -> int:
@@ -34,6 +49,15 @@ class PrefixHit:
 NO_HIT = PrefixHit((), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What a table was given of another's."""
+
+    block_ids: tuple[int, ...]
+    copy: tuple[int, int] | None
+    """(source, target) of the block that is to be copied, the last of block_ids."""
+
+
 class KVManager:
     """The block tables of all sequences over one block pool.
 
@@ -42,18 +66,26 @@ class KVManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        offload: KVOffload | None = None,
     ) -> None:
-        """num_blocks counts the null block. Raises ValueError."""
+        """num_blocks counts the null block. offload: where evicted content goes; it is
+        lost by default. Raises ValueError."""
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, must be at least 1")
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, offload.evicted if offload is not None else None)
+        self.offload = offload
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
         """Prompt tokens looked up in the prefix cache since the start."""
         self.num_hit_tokens = 0
-        """Prompt tokens found there."""
+        """Prompt tokens found there, on the device."""
+        self._copies: dict[BlockTable, tuple[Block, Block]] = {}
+        """(source, target) by the target's table: of the plan in the making."""
         self._tables: set[BlockTable] = set()
         self._generation = 0
 
@@ -111,7 +143,7 @@ class KVManager:
         """From now on lookups of `table` find what `donor` holds of their first
         num_tokens ids, which must be the same; with or without a prefix cache."""
         table.donor = donor
-        table.num_donated = num_tokens // self.block_size
+        table.num_donated = num_tokens
 
     def lookup(self, table: BlockTable) -> PrefixHit:
         """The longest cached (or donated) prefix of full blocks, never the whole sequence:
@@ -123,27 +155,63 @@ class KVManager:
         Changes nothing: the hit is only good until the pool changes.
         """
         limit = (table.num_tokens - 1) // self.block_size
-        blocks: Sequence[Block] = ()
+        hit = NO_HIT
         if table.reads_cache:
-            blocks = self.pool.lookup(table.hashes.first(limit), limit)
-        if table.donor is not None and len(blocks) < limit:
-            blocks = max(blocks, self._donated(table, table.donor)[:limit], key=len)
-        return PrefixHit(tuple(blocks), len(blocks) * self.block_size) if blocks else NO_HIT
+            hit = self._find_cached(table.hashes.first(limit), limit)
+        if table.donor is not None:
+            donated = self._donated(table, table.donor)
+            if donated.num_cached_tokens > hit.num_cached_tokens:
+                hit = donated
+        return hit
 
-    def _donated(self, table: BlockTable, donor: BlockTable) -> Sequence[Block]:
-        """Only those that are computed: register_computed() has passed them."""
+    def _find_cached(self, hashes: Sequence[bytes], limit: int) -> PrefixHit:
+        """On the device first, and on the host where it has nothing (more)."""
+        blocks = self.pool.lookup(hashes, limit)
+        if self.offload is None or len(blocks) == limit:
+            return PrefixHit(tuple(blocks), len(blocks) * self.block_size) if blocks else NO_HIT
+        run: list[Block | None] = list(blocks)
+        for block_hash in hashes[len(blocks) : limit]:
+            block = self.pool.find(block_hash)
+            if block is None and block_hash not in self.offload.pool:
+                break
+            run.append(block)
+        num_taken, restores, num_declined = self.offload.choose(run)
+        return PrefixHit(
+            tuple(block for block in run[:num_taken] if block is not None),
+            num_taken * self.block_size,
+            restores=restores,
+            num_declined=num_declined,
+        )
+
+    def _donated(self, table: BlockTable, donor: BlockTable) -> PrefixHit:
+        """Only what is computed, but that to the token."""
         # KV from before a reset must not come back under the hashes of new blocks.
         if donor.cache_generation != self._generation:
-            return ()
-        return donor.blocks[: min(donor.num_registered, table.num_donated)]
+            return NO_HIT
+        num_tokens = min(donor.num_computed, table.num_donated, table.num_tokens - 1)
+        num_full, rest = divmod(num_tokens, self.block_size)
+        partial = donor.blocks[num_full] if rest else None
+        return PrefixHit(tuple(donor.blocks[:num_full]), num_tokens, partial=partial)
 
     def count_lookup(
-        self, table: BlockTable, num_prompt_tokens: int, num_cached_tokens: int
+        self,
+        table: BlockTable,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        hit: PrefixHit = NO_HIT,
     ) -> None:
-        """Counts a lookup whose request was admitted, once a request."""
-        if table.reads_cache:
-            self.num_queried_tokens += num_prompt_tokens
-            self.num_hit_tokens += num_cached_tokens
+        """Counts a lookup whose request was admitted, once a request.
+
+        num_cached_tokens: of the prompt's, restored ones among them."""
+        if not table.reads_cache:
+            return
+        num_restored = min(len(hit.restores) * self.block_size, num_cached_tokens)
+        self.num_queried_tokens += num_prompt_tokens
+        self.num_hit_tokens += num_cached_tokens - num_restored
+        if self.offload is not None:
+            num_missed = num_prompt_tokens - num_cached_tokens + num_restored
+            self.offload.num_queried_tokens += num_missed
+            self.offload.num_hit_tokens += num_restored
 
     def admit(
         self, table: BlockTable, hit: PrefixHit, num_new_tokens: int, reserve: int
@@ -152,6 +220,9 @@ class KVManager:
 
             0          num_cached        +num_new             num_tokens
             | hit: touch | new: allocate   | later: must fit too  |
+
+        What the hit has on the host gets fresh blocks too, to be restored into, and so
+        does a donor's partial block, to be copied.
 
         reserve: blocks that would have to stay free if all known ids, not only
         this chunk, were given room. Nothing is set aside for the later ids.
@@ -167,15 +238,108 @@ class KVManager:
         # The hit leaves the free list before anything is taken from it, so that
         # allocation can't evict it.
         self.pool.touch(hit.blocks)
+        sources = self._pin(table, hit)
         fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(hit.blocks))
         assert fresh is not None, (num_all, hit.num_free, self.pool.num_free_blocks)
         table.blocks.extend(hit.blocks)
+        for index, host_id in zip(hit.restores, sources, strict=True):
+            table.blocks.insert(index, self._restore(table, index, host_id, fresh.pop()))
         table.blocks.extend(fresh)
+        if hit.partial is not None:
+            self._copy(hit.partial, table, table.blocks[hit.num_blocks])
         table.capacity = len(table.blocks) * self.block_size
-        table.num_registered = len(hit.blocks)
+        table.num_computed = hit.num_blocks * self.block_size
+        table.num_registered = hit.num_blocks
         table.cache_generation = self._generation
         self._tables.add(table)
         return table.block_ids()
+
+    def fork(self, parent: BlockTable, child: BlockTable, num_tokens: int) -> Fork | None:
+        """Gives an empty table the first num_tokens tokens' KV of another, whose ids there
+        are the same and are computed, or will be by the plans made so far.
+
+            0                          num_full * B      num_tokens
+            | full blocks: one more reference | partial: copied into a new block |
+
+        Returns what the child begins with, or None if short.
+        """
+        assert not child.blocks, "forked twice"
+        # Copies of a plan are made at the same time.
+        assert parent not in self._copies, "a copy of what is yet to be copied"
+        assert num_tokens <= parent.capacity, (num_tokens, parent.capacity)
+        num_full, rest = divmod(num_tokens, self.block_size)
+        fresh = self.pool.allocate(1 if rest else 0)
+        if fresh is None:
+            return None
+        shared = parent.blocks[:num_full]
+        self.pool.touch(shared)
+        child.blocks.extend(shared)
+        child.blocks.extend(fresh)
+        child.capacity = len(child.blocks) * self.block_size
+        child.num_computed = num_full * self.block_size
+        # Those that are not, the parent will register.
+        child.num_registered = num_full
+        child.cache_generation = parent.cache_generation
+        child.hashes.adopt(parent.hashes, num_full)
+        self._tables.add(child)
+        copy = self._copy(parent.blocks[num_full], child, fresh[0]) if fresh else None
+        return Fork(child.block_ids(), copy)
+
+    def _copy(self, source: Block, table: BlockTable, target: Block) -> tuple[int, int]:
+        """Plans a copy of a block into one that `table` alone holds.
+
+        Whoever got the source next, by a restore of the same plan say, would overwrite
+        it before it is read. So it is held until the plan is sealed; later plans run
+        later, also those that are made before this one has run.
+        """
+        self.pool.touch([source])
+        self._copies[table] = (source, target)
+        return source.block_id, target.block_id
+
+    def _release_copy(self, table: BlockTable) -> None:
+        """Of a table that gives up its blocks before the copy was made."""
+        copy = self._copies.pop(table, None)
+        if copy is not None:
+            self.pool.release([copy[0]])
+
+    def _pin(self, table: BlockTable, hit: PrefixHit) -> list[int]:
+        """Host blocks of what is to be restored, which allocation could replace too."""
+        if self.offload is None:
+            return []
+        self.offload.policy.admitted(len(hit.restores), hit.num_declined)
+        hashes = table.hashes.first(hit.num_blocks)
+        return [self.offload.pin(hashes[index]) for index in hit.restores]
+
+    def _restore(self, table: BlockTable, index: int, host_id: int, block: Block) -> Block:
+        """Known to the cache from now on: whoever hits it computes after this plan's moves."""
+        assert self.offload is not None
+        self.offload.restore(host_id, block.block_id)
+        self.pool.register(block, table.hashes.first(index + 1)[index])
+        return block
+
+    def take_moves(self) -> BlockMoves:
+        """The blocks to copy before anything that was planned since the last call computes.
+
+        The plan that takes them must be launched.
+        """
+        copies = tuple((src.block_id, dst.block_id) for src, dst in self._copies.values())
+        self.pool.release(source for source, _ in self._copies.values())
+        self._copies.clear()
+        offloads, restores = ((), ()) if self.offload is None else self.offload.take_moves()
+        return (
+            BlockMoves(offloads, restores, copies) if offloads or restores or copies else NO_MOVES
+        )
+
+    def observe_step(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
+        """A step took step_s seconds in all: what recomputing or restoring costs."""
+        if self.offload is None:
+            return
+        policy = self.offload.policy
+        if plan.moves.restore:
+            policy.observe_restore(len(plan.moves.restore), result.restore_s)
+        if any(seq.num_new_tokens > 1 for seq in plan.seqs):
+            compute_s = max(0.0, step_s - result.restore_s - result.offload_s)
+            policy.observe_prefill(plan.num_tokens, compute_s)
 
     def grow(self, table: BlockTable, num_tokens: int) -> tuple[int, ...] | None:
         """Gives the table room for its first num_tokens ids.
@@ -202,6 +366,7 @@ class KVManager:
 
         To be called once the KV of these tokens is in the cache, and only then.
         """
+        table.num_computed = num_computed_tokens
         if num_computed_tokens < (table.num_registered + 1) * self.block_size:
             return
         num_full = num_computed_tokens // self.block_size
@@ -215,9 +380,11 @@ class KVManager:
 
     def free(self, table: BlockTable) -> None:
         """Gives back all blocks, tail first. A table without blocks is fine."""
+        self._release_copy(table)
         self.pool.release(reversed(table.blocks))
         table.blocks.clear()
         table.capacity = 0
+        table.num_computed = 0
         table.num_registered = 0
         self._tables.discard(table)
 
@@ -225,25 +392,32 @@ class KVManager:
         """Forgets all cached content, also what running sequences have begun.
 
         They go on undisturbed; their later blocks are not registered. Returns
-        the number of blocks that could have been hit.
+        the number of blocks that could have been hit, on the device and on the host.
         """
         self._generation += 1
-        return self.pool.forget_all()
+        num_forgotten = self.pool.forget_all()
+        return num_forgotten + (self.offload.forget_all() if self.offload is not None else 0)
 
     def check_integrity(self) -> None:
         """Compares tables and pool. O(num_blocks). Raises IntegrityError."""
-        held: Counter[int] = Counter()
+        held: Counter[int] = Counter(source.block_id for source, _ in self._copies.values())
         for table in self._tables:
             held.update(table.block_ids())
             if table.capacity != len(table.blocks) * self.block_size:
                 raise IntegrityError(
                     f"a table of {len(table.blocks)} blocks says it holds {table.capacity} tokens"
                 )
+            if table.num_computed > table.capacity:
+                raise IntegrityError(
+                    f"{table.num_computed} tokens are computed in room for {table.capacity}"
+                )
             if table.num_registered > len(table.blocks):
                 raise IntegrityError(
                     f"{table.num_registered} of {len(table.blocks)} blocks are registered"
                 )
         self.pool.check_integrity(held)
+        if self.offload is not None:
+            self.offload.check_integrity()
 
     def check_all_free(self) -> None:
         """That no block is held, in O(1), for use when no request is left.

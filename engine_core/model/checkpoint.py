@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kernels.quantized import QuantizedTensor
+
 
 class Checkpoint(Protocol):
     """Opened and checked against its own header, no weights read yet."""
@@ -30,6 +32,15 @@ class Checkpoint(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Converts the tensor into out, contiguous, of its shape, any float type, any device."""
+        ...
+
+    def quantized_format(self, name: str) -> str:
+        """The name of the type that the tensor is stored in, as its file format calls it."""
+        ...
+
+    def read_quantized(self, name: str) -> QuantizedTensor:
+        """The tensor's own codes, where its format is one of kernels.quantized.FORMATS; may
+        be the file's memory, which nobody writes."""
         ...
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from engine_core.model.gguf_tensors import check_tensor, read_tensor_into
+from engine_core.model.gguf_tensors import (
+    check_tensor,
+    read_quantized_tensor,
+    read_tensor_into,
+    type_name,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from engine_core.model.gguf_file import GgufFile
+    from kernels.quantized import QuantizedTensor
+    from pagewire.gguf_file import GgufFile
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -60,6 +66,13 @@ class GgufCheckpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         interleaved = self._head_dim if _INTERLEAVED.search(name) else None
         read_tensor_into(self._file, self._tensors[name], out, interleaved)
+
+    def quantized_format(self, name: str) -> str:
+        return type_name(self._tensors[name].type_id)
+
+    def read_quantized(self, name: str) -> QuantizedTensor:
+        interleaved = self._head_dim if _INTERLEAVED.search(name) else None
+        return read_quantized_tensor(self._file, self._tensors[name], interleaved)
 
 
 def hf_name(name: str) -> str:

@@ -9,7 +9,7 @@ from engine_core.model.gguf_tensors import read_small_tensor, type_name
 from pagewire.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from engine_core.model.gguf_file import GgufFile
+    from pagewire.gguf_file import GgufFile
 
 T = TypeVar("T")
 

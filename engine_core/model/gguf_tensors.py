@@ -11,10 +11,11 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kernels.quantized import QuantizedTensor
 from pagewire.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from engine_core.model.gguf_file import GgufFile, GgufTensor
+    from pagewire.gguf_file import GgufFile, GgufTensor
 
 # Elements dequantized at once: 4 MiB of float32, so that the temporaries stay in cache.
 _CHUNK_ELEMENTS = 1 << 20
@@ -92,6 +93,21 @@ def read_tensor_into(
             rows = rows.view(-1, half, 2, flat.shape[1]).transpose(1, 2)
             target = target.view(-1, 2, half, flat.shape[1])
         target.copy_(rows)
+
+
+def read_quantized_tensor(
+    file: GgufFile, tensor: GgufTensor, interleaved_head_dim: int | None = None
+) -> QuantizedTensor:
+    """The file's memory as it is; a copy where rows change places (see read_tensor_into)."""
+    size = check_tensor(file, tensor)
+    rows, columns = tensor.shape
+    # A tensor over the mapping, which it keeps alive.
+    raw = torch.frombuffer(file.bytes, dtype=torch.uint8, count=size, offset=tensor.offset)
+    raw = raw.view(rows, -1)
+    if interleaved_head_dim is not None:
+        half = interleaved_head_dim // 2
+        raw = raw.view(-1, half, 2, raw.shape[1]).transpose(1, 2).reshape(rows, -1)
+    return QuantizedTensor(type_name(tensor.type_id), (rows, columns), raw)
 
 
 def read_small_tensor(file: GgufFile, name: str) -> torch.Tensor:

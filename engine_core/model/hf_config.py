@@ -7,6 +7,7 @@ keys mean what the architecture's transformers config class defaults to.
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.model.config import CheckpointDtype, ModelConfig, RopeConfig, check_config
@@ -14,10 +15,16 @@ from engine_core.model.registry import find_architecture
 from pagewire.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
+    "top_k": (lambda value: value.is_integer() and value >= -1, "an integer of at least -1"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0"),
+}
 _STORED_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -197,4 +204,12 @@ def _default_sampling(generation: _Fields) -> dict[str, float]:
     """Empty where the author asks for greedy decoding (do_sample false)."""
     if generation.raw.get("do_sample") is False:
         return {}
-    return {k: generation.number(k) for k in _SAMPLING_KEYS if generation.raw.get(k) is not None}
+    values = {}
+    for key, (is_legal, expected) in _SAMPLING_RANGES.items():
+        if generation.raw.get(key) is None:
+            continue
+        values[key] = generation.number(key)
+        # Else each request that leaves it out would be told that it is wrong.
+        if not is_legal(values[key]):
+            raise generation.wrong(key, expected)
+    return values

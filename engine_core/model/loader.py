@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from engine_core.model.checkpoint import Checkpoint, check_shapes
 from engine_core.model.gguf_checkpoint import GgufCheckpoint
 from engine_core.model.gguf_config import read_gguf_config
-from engine_core.model.gguf_file import GgufFile
 from engine_core.model.hf_config import read_hf_config
 from engine_core.model.registry import find_architecture
 from engine_core.model.safetensors_checkpoint import SafetensorsCheckpoint
 from engine_core.model.weights import Weights
+from pagewire.gguf_file import GgufFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
+    from engine_core.model.quantization import Quantization
     from kernels.ops import Ops
     from pagewire.model_source import ModelSource
 
@@ -57,6 +58,14 @@ def open_model(source: ModelSource) -> OpenedModel:
     return OpenedModel(source, config, checkpoint)
 
 
+def read_config(source: ModelSource) -> ModelConfig:
+    """The configuration by itself, where the weights need not be there. Raises
+    ModelLoadError naming the file and the key that is wrong."""
+    if source.kind == "gguf":
+        return read_gguf_config(GgufFile(source.path))
+    return read_hf_config(source.path)
+
+
 def load_model(
     opened: OpenedModel,
     ops: Ops,
@@ -64,11 +73,21 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     progress: Callable[[int, int], None],
+    quantization: Quantization = "none",
 ) -> DecoderModel:
     """Reads the weights; progress(done, total) counts bytes of the checkpoint."""
-    weights = Weights(opened.checkpoint, ops, device, dtype, progress)
+    weights = Weights(opened.checkpoint, ops, device, dtype, progress, quantization)
     architecture = find_architecture(opened.config.architecture, str(opened.source.path))
-    return architecture(opened.config, weights, ops, device, max_model_len)
+    model = architecture(opened.config, weights, ops, device, max_model_len)
+    for reason, names in weights.why_floats.items():
+        logger.warning(
+            "%s: %d matrices are computed as floats (%s), the first: %s",
+            opened.source.path,
+            len(names),
+            reason,
+            names[0],
+        )
+    return model
 
 
 def _warn_of_unused(checkpoint: Checkpoint, config: ModelConfig, expected: set[str]) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kernels.quantized import QuantizedTensor
+
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -27,6 +29,7 @@ class SafetensorsCheckpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         self._num_bytes: dict[str, int] = {}
+        self._dtypes: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
         if self._fallback.is_file():
             self._add(self._fallback)
@@ -76,6 +79,7 @@ class SafetensorsCheckpoint:
             for dim in shape:
                 size *= dim
             self._shapes[name], self._files[name], self._num_bytes[name] = shape, path, size
+            self._dtypes[name] = dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
@@ -88,3 +92,9 @@ class SafetensorsCheckpoint:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         out.copy_(self._open[self._files[name]].get_tensor(name))
+
+    def quantized_format(self, name: str) -> str:
+        return self._dtypes[name]
+
+    def read_quantized(self, name: str) -> QuantizedTensor:
+        raise ModelLoadError(f"{self.file_of(name)}: tensor {name} is not stored quantized")

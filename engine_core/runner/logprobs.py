@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_core.device.base import Device, Fetch
-    from engine_core.model.decoder import DecoderModel, HiddenStates
+    from engine_core.model.decoder import DecoderModel
     from engine_core.runner.rows import Rows
     from engine_core.sched.plan import StepPlan
 
@@ -143,7 +143,7 @@ class StepReporter:
     def asked(self) -> bool:
         return bool(self._rows or self._parts)
 
-    def read_prompts(self, model: DecoderModel, hidden: HiddenStates) -> None:
+    def read_prompts(self, model: DecoderModel, hidden: torch.Tensor) -> None:
         """Computes the logits of the prompt positions that are asked for, slice by slice."""
         if not self._parts:
             return

@@ -7,31 +7,40 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine_core.kv.restore_policy import MeasuredCosts
 from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.logits import LogitsProcessors
 from engine_core.runner.logprobs import StepReporter
+from engine_core.runner.offload import NO_TIMES
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows
 from engine_core.sched.plan import StepResult
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.device.base import Device, Fetch
     from engine_core.model.decoder import DecoderModel
     from engine_core.model.inputs import KVCaches
-    from engine_core.sched.plan import StepPlan
+    from engine_core.runner.offload import HostKV, MoveTimes
+    from engine_core.sched.plan import BlockMoves, StepPlan
     from kernels.ops import Ops
 
 _WARM_UP_TOKENS = 32
+_MEASURED_TOKENS = 256
 
 
 def allocate_kv_caches(
     model: DecoderModel, device: Device, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> KVCaches:
     config = model.config
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    return tuple(
-        (device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(config.num_layers)
-    )
+    layers = range(config.num_layers)
+    shape = (block_size, config.num_kv_heads, config.head_dim)
+    if device.layers_share_blocks:
+        blocks = device.zeros((num_blocks, len(layers), 2, *shape), dtype)
+        return tuple((blocks[:, layer, 0], blocks[:, layer, 1]) for layer in layers)
+    one_layer = (num_blocks, *shape)
+    return tuple((device.zeros(one_layer, dtype), device.zeros(one_layer, dtype)) for _ in layers)
 
 
 class ModelRunner:
@@ -47,11 +56,14 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        host_kv: HostKV | None = None,
     ) -> None:
+        """host_kv: where plans offload KV blocks to; without it they have no such moves."""
         self._model = model
         self._ops = ops
         self._device = device
         self._kv_caches = kv_caches
+        self._host_kv = host_kv
         self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
         self._builder = BatchBuilder(self._rows, device, max_num_seqs, max_num_batched_tokens)
         self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids)
@@ -71,6 +83,17 @@ class ModelRunner:
             num_tokens = min(_WARM_UP_TOKENS, self._max_num_batched_tokens)
             run_dummy_step(self._model, self._ops, self._kv_caches, num_tokens, num_seqs)
 
+    def measure_kv_costs(self) -> MeasuredCosts:
+        """What restoring a block from host_kv takes, and what computing a token does."""
+        assert self._host_kv is not None
+        max_model_len = self._rows.token_ids.shape[1]
+        num_tokens = min(_MEASURED_TOKENS, self._max_num_batched_tokens, max_model_len)
+        timer = self._device.timer()
+        run_dummy_step(self._model, self._ops, self._kv_caches, num_tokens, 1)
+        timer.stop()
+        self._device.fence().wait()
+        return MeasuredCosts(self._host_kv.measure_restore(), timer.seconds() / num_tokens)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingModelStep:
         self._rows.apply(plan)
@@ -81,11 +104,13 @@ class ModelRunner:
         if batch.late is not None:
             assert self._last_ids is not None
             batch.inputs.input_ids[batch.late.tokens] = self._last_ids[batch.late.rows]
+        times = self._move_tiers(plan.moves)
+        self._copy_blocks(plan.moves.copy)
         reporter = StepReporter(plan, self._rows, self._device)
         hidden = self._model.hidden_states(batch.inputs, self._kv_caches)
         reporter.read_prompts(self._model, hidden)
         if batch.sampling is None:
-            return PendingModelStep(self._rows, batch.sampling_rows, None, reporter)
+            return PendingModelStep(self._rows, batch.sampling_rows, None, reporter, times)
         logits = self._model.logits(hidden, batch.inputs.sampling_tokens)
         reporter.keep(logits)
         if self._processors.concern(batch.sampling_rows):
@@ -97,13 +122,27 @@ class ModelRunner:
             rows = torch.from_numpy(batch.sampling_rows).to(self._device.torch_device)
             self._last_ids[rows] = sampled
         fetch = self._device.fetch(processed.mark_dead_ends(sampled))
-        pending = PendingModelStep(self._rows, batch.sampling_rows, fetch, reporter)
+        pending = PendingModelStep(self._rows, batch.sampling_rows, fetch, reporter, times)
         if self._device.is_synchronous:
             pending.result()
         else:
             self._unread = [step for step in self._unread if not step.is_read]
             self._unread.append(pending)
         return pending
+
+    def _move_tiers(self, moves: BlockMoves) -> MoveTimes:
+        if not moves.offload and not moves.restore:
+            return NO_TIMES
+        assert self._host_kv is not None, "moves to or from a host tier that is not there"
+        return self._host_kv.move(moves)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """The device runs it after all earlier steps and before this one, as its stream says."""
+        if not copies:
+            return
+        pairs = torch.tensor(copies, device=self._device.torch_device)
+        for k_cache, v_cache in self._kv_caches:
+            self._ops.copy_blocks(k_cache, v_cache, *pairs.T.contiguous())
 
     def _read_all(self) -> None:
         """Waits for the ids that earlier steps have drawn: penalties and bad words
@@ -122,11 +161,13 @@ class PendingModelStep:
         sampling_rows: np.ndarray,
         fetch: Fetch | None,
         reporter: StepReporter | None,
+        times: MoveTimes = NO_TIMES,
     ) -> None:
         self._rows = rows
         self._sampling_rows = sampling_rows
         self._fetch = fetch
         self._reporter = reporter
+        self._times = times
         self._result: StepResult | None = None
         if fetch is not None:
             self._tenancy = rows.tenancy[sampling_rows]
@@ -145,5 +186,11 @@ class PendingModelStep:
                 self._rows.resolve(self._sampling_rows, self._tenancy, self._positions, fetched)
                 ids = tuple(fetched.tolist())
             logprobs = None if self._reporter is None else self._reporter.result(ids)
-            self._result = StepResult(tuple(self._sampling_rows.tolist()), ids, logprobs)
+            self._result = StepResult(
+                tuple(self._sampling_rows.tolist()),
+                ids,
+                logprobs,
+                offload_s=self._times.offload_s,
+                restore_s=self._times.restore_s,
+            )
         return self._result

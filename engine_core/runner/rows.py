@@ -54,6 +54,9 @@ class Rows:
         """Forgets freed rows, fills new ones, appends blocks."""
         for row in plan.freed_rows:
             self._free(row)
+        for row, token_id in plan.chosen:
+            assert self._held[row], row
+            self.token_ids[row, self.num_tokens[row] - 1] = token_id
         for new in plan.new_seqs:
             self._add(new)
         for seq in plan.seqs:
@@ -83,6 +86,8 @@ class Rows:
         self.min_p[row] = params.min_p
         self.seed[row] = params.seed
         self.sample_index[row] = new.sample_index
+        if new.block_ids:
+            self._append_blocks(row, new.block_ids)
         self._ask_logprobs(new)
 
     def _ask_logprobs(self, new: NewSeq) -> None:

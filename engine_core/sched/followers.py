@@ -3,9 +3,9 @@
 The leader is queued like any request. A follower is kept out of the queue until
 the leader has drawn its first token, or has ended: only then are the prompt's
 blocks there to begin with. It shares the full ones, also without a prefix cache
-(see KVManager.lookup), and computes the rest of the prompt, which is never more
-than a block, in the step that draws its own first token. So no block is ever
-written by two, and nothing needs to be copied.
+(see KVManager.lookup), gets a copy of the partial one, and computes the prompt's last
+token, whose logits it needs, in the step that draws its own first token. So no block
+is ever written by two.
 """
 
 from __future__ import annotations

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine_core.request import Request
+from engine_core.sched.beam_intake import find_beam_fault, find_beam_room_fault, make_group
 from engine_core.sched.logits_params import find_fault
 from engine_core.sched.logprobs import PromptLogprobs
 from engine_core.sched.structured_output import find_constraint_fault
-from pagewire.types import MAX_LOGPROBS, MAX_TENANT_CHARS
+from pagewire.errors import ModelLoadError
+from pagewire.types import MAX_LOGPROBS, MAX_TENANT_CHARS, SamplingParams
 from pagewire.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.kv.manager import KVManager
     from engine_core.sched.limits import SchedulerLimits
-    from pagewire.types import SamplingParams
     from pagewire.wire.messages import Add
 
+_log = logging.getLogger(__name__)
+
+_BEAM_FIELD = "sampling_params.beam_search"
 _UINT64 = range(2**64)
 _INT31 = range(2**31)
+
+
+FindUnsupported = Callable[[SamplingParams], tuple[str, str] | None]
+"""(field as the API names it, a sentence) of what the runner cannot do, or None."""
 
 
 class Refused(Exception):
     """An Add that cannot be served. The message is one sentence with the field
     and its figures, and holds no prompt ids."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        """field: what its sender can mend, as the API names it."""
+        super().__init__(message)
+        self.field = field
+
+
+def no_token_bytes() -> Sequence[bytes]:
+    """For an engine that knows no tokens. Raises ModelLoadError."""
+    raise ModelLoadError("this engine has no vocabulary")
+
+
+def all_is_supported(_sampling: SamplingParams) -> None:
+    """For a runner that does whatever the API offers."""
 
 
 def read_add(
@@ -35,6 +61,8 @@ def read_add(
     *,
     limits: SchedulerLimits,
     kv_manager: KVManager,
+    token_bytes: Callable[[], Sequence[bytes]] = no_token_bytes,
+    find_unsupported: FindUnsupported = all_is_supported,
 ) -> Request:
     """Validates wholly before anything is taken. Raises Refused.
 
@@ -42,9 +70,16 @@ def read_add(
     those checks must still not be able to hurt the others.
     """
     _check_sampling(add.sampling, limits.vocab_size)
+    unsupported = find_unsupported(add.sampling)
+    if unsupported is not None:
+        field, sentence = unsupported
+        raise Refused(sentence, field)
     fault = find_constraint_fault(add.sampling, limits.eos_token_ids)
     if fault is not None:
         raise Refused(fault)
+    fault = find_beam_fault(add.sampling, limits)
+    if fault is not None:
+        raise Refused(fault, _BEAM_FIELD)
     _check_tenant(add.tenant)
     if add.sample_index not in _INT31:
         raise Refused(f"sample_index is {add.sample_index}, must be from 0 to {_INT31[-1]}")
@@ -67,7 +102,7 @@ def read_add(
             writes_cache=not add.skip_prefix_cache,
         ),
         num_prompt_tokens=num_prompt_tokens,
-        sampling=add.sampling,
+        sampling=add.sampling if add.sampling.max_tokens else _prompt_only(add.sampling),
         max_model_len=limits.max_model_len,
         sample_index=add.sample_index,
         eos_token_ids=limits.eos_token_ids,
@@ -78,7 +113,42 @@ def read_add(
     )
     if wants_prompt:
         request.prompt_logprobs = PromptLogprobs()
+    if add.sampling.beam is not None:
+        _make_group(request, add, limits, kv_manager, token_bytes)
     return request
+
+
+def _make_group(
+    request: Request,
+    add: Add,
+    limits: SchedulerLimits,
+    kv_manager: KVManager,
+    token_bytes: Callable[[], Sequence[bytes]],
+) -> None:
+    beam = add.sampling.beam
+    assert beam is not None
+    if add.num_output_tokens or add.leader_id is not None:
+        raise Refused("a beam search is neither resumed nor one of several sequences", _BEAM_FIELD)
+    num_kv_tokens = request.max_num_tokens - 1
+    fault = find_beam_room_fault(request.num_prompt_tokens, num_kv_tokens, beam, kv_manager)
+    if fault is not None:
+        raise Refused(fault, _BEAM_FIELD)
+    try:
+        make_group(request, beam, limits, kv_manager, add.cache_salt, token_bytes)
+    except ModelLoadError as error:
+        # It names files, which are nobody's business outside.
+        _log.warning("a beam search with stop strings is refused: %s", error)
+        raise Refused(
+            "the model's tokens do not stand for fixed bytes, in which a beam search could look "
+            "for stop strings",
+            "sampling_params.stop",
+        ) from error
+
+
+def _prompt_only(sampling: SamplingParams) -> SamplingParams:
+    """Without what is for an output: no constraint is compiled for it, no ban can leave it
+    nothing to draw, and the token that is drawn has no logprob to tell."""
+    return SamplingParams(max_tokens=0, prompt_logprobs=sampling.prompt_logprobs)
 
 
 def _check_ids(add: Add, token_ids: array[int], limits: SchedulerLimits) -> int:
@@ -100,7 +170,7 @@ def _check_ids(add: Add, token_ids: array[int], limits: SchedulerLimits) -> int:
             f"num_output_tokens is {add.num_output_tokens}, "
             f"but token_ids has {num_tokens} ids with at least one of the prompt"
         )
-    if add.num_output_tokens >= add.sampling.max_tokens:
+    if add.num_output_tokens >= max(1, add.sampling.max_tokens):
         raise Refused(
             f"num_output_tokens is {add.num_output_tokens}, "
             f"so max_tokens {add.sampling.max_tokens} has been reached already"
@@ -113,7 +183,7 @@ def _check_room(
 ) -> None:
     """That the request fits the KV cache when it has all of it to itself."""
     # The last token of all is drawn but never computed: it needs no KV.
-    num_kv_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len) - 1
+    num_kv_tokens = min(num_prompt_tokens + max(1, max_tokens), limits.max_model_len) - 1
     if num_kv_tokens > kv_manager.max_tokens:
         raise Refused(
             f"{num_prompt_tokens} prompt tokens with max_tokens {max_tokens} need KV for "
@@ -124,8 +194,9 @@ def _check_room(
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     # Written so that NaN fails every comparison.
-    if sampling.max_tokens < 1:
-        raise Refused(f"max_tokens is {sampling.max_tokens}, must be at least 1")
+    least = 0 if sampling.beam is None else 1
+    if sampling.max_tokens < least:
+        raise Refused(f"max_tokens is {sampling.max_tokens}, must be at least {least}")
     if not 0 <= sampling.temperature < math.inf:
         raise Refused(f"temperature is {sampling.temperature}, must be finite and at least 0")
     if not 0 < sampling.top_p <= 1:

@@ -21,6 +21,10 @@ class SchedulerLimits:
     """Most tokens that one prompt gets in a step, so that others get some too; 0 sets
     no such limit."""
 
+    max_mixed_prefill_tokens: int = 0
+    """Most prompt tokens of a step in which others decode, so that these do not wait for a
+    whole budget of them; 0 sets no such limit."""
+
     @property
     def max_chunk(self) -> int:
         """Most tokens that one prompt can get in a step."""
@@ -37,6 +41,10 @@ class SchedulerLimits:
             raise ValueError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, "
                 "must be at least 0"
+            )
+        if self.max_mixed_prefill_tokens < 0:
+            raise ValueError(
+                f"max_mixed_prefill_tokens is {self.max_mixed_prefill_tokens}, must be at least 0"
             )
         if self.max_model_len < 2:
             raise ValueError(

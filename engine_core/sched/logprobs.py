@@ -65,7 +65,8 @@ def take_logprobs(
     token_ids = dict(zip(result.rows, result.token_ids, strict=True))
     drawn = []
     for request, seq in zip(requests, seqs, strict=True):
-        if request.status is not Status.RUNNING:
+        # Those of a beam are its candidates.
+        if request.status is not Status.RUNNING or request.group is not None:
             continue
         collected = request.prompt_logprobs
         chunk = logprobs.prompt.get(seq.row)

@@ -38,6 +38,8 @@ class NewSeq:
     """What the output must follow."""
     sample_index: int = 0
     """Tells the draws of sequences with the same prompt and seed apart."""
+    block_ids: tuple[int, ...] = ()
+    """What its block table begins with, where it is a fork."""
 
 
 class SeqStep(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +87,8 @@ class StepPlan:
     seqs: tuple[SeqStep, ...]
     """Decodes (one new token, sampling) first, then prefill chunks."""
     moves: BlockMoves = NO_MOVES
+    chosen: tuple[tuple[int, int], ...] = ()
+    """(row, token id): the row's last token is this one, whatever was drawn."""
 
     @property
     def num_tokens(self) -> int:
@@ -118,3 +122,7 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: StepLogprobs | None = None
     """None where no row asked."""
+    offload_s: float = 0.0
+    """Seconds that the plan's offloads took."""
+    restore_s: float = 0.0
+    """Seconds that the plan's restores took."""

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from engine_core.request import Request, Status
+from engine_core.sched.draft import Draft
 from engine_core.sched.limits import SchedulerLimits
 from engine_core.sched.logprobs import take_logprobs
-from engine_core.sched.plan import NO_TOKEN, NewSeq, SeqStep, StepPlan, StepResult
+from engine_core.sched.plan import NO_MOVES, NO_TOKEN, NewSeq, StepPlan, StepResult
 from engine_core.sched.policy import FairPolicy
-from engine_core.sched.stop import end_status
+from engine_core.sched.stop import end_status, has_room
+from pagewire.types import FinishReason
 
 if TYPE_CHECKING:
-    from engine_core.kv.manager import KVManager
+    from collections.abc import Callable
+
+    from engine_core.kv.manager import Fork, KVManager, PrefixHit
+    from engine_core.sched.beam_group import BeamGroup, Entry
     from engine_core.sched.logprobs import DrawnLogprobs
     from engine_core.sched.policy import Policy
+    from pagewire.wire.messages import PositionLogprobs
 
 __all__ = ["Scheduler", "SchedulerLimits", "StepOutcome"]
 
 
 _NOTHING_DRAWN = (-1, -1)
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -33,55 +41,13 @@ class StepOutcome:
     sampled: list[Request] = field(default_factory=list)
     """Drew a token; parallel to token_ids."""
     token_ids: list[int] = field(default_factory=list)
+    searched: list[Request] = field(default_factory=list)
+    """Leaders of beam searches, once for each of their beams that drew."""
     finished: list[Request] = field(default_factory=list)
     dead_ends: list[Request] = field(default_factory=list)
     """FAILED: their masks left no token to draw."""
     logprobs: list[DrawnLogprobs] = field(default_factory=list)
     """Of those among `sampled` that asked."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making.
-
-    0        num_decodes            len(seqs)
-    | one token, sampling | longer chunks |
-    """
-
-    budget: int
-    """Tokens still to give away."""
-    requests: list[Request] = field(default_factory=list)
-    """Parallel to seqs."""
-    seqs: list[SeqStep] = field(default_factory=list)
-    num_decodes: int = 0
-    prefills: list[Request] = field(default_factory=list)
-    """Running requests with more than one token to compute."""
-    new_seqs: list[NewSeq] = field(default_factory=list)
-    started: list[Request] = field(default_factory=list)
-    preempted: bool = False
-
-    def add(self, request: Request, num_new: int, new_block_ids: tuple[int, ...]) -> None:
-        computed = request.num_computed_tokens
-        samples = computed + num_new == len(request.token_ids)
-        seq = SeqStep(request.row, computed, num_new, new_block_ids, samples)
-        self.budget -= num_new
-        if samples and num_new == 1:
-            # The end of the list, but for a prompt whose last token alone is left.
-            self.seqs.insert(self.num_decodes, seq)
-            self.requests.insert(self.num_decodes, request)
-            self.num_decodes += 1
-        else:
-            self.seqs.append(seq)
-            self.requests.append(request)
-
-    def withdraw(self, request: Request) -> None:
-        """Takes back what a request was given, if anything."""
-        for index, planned in enumerate(self.requests):
-            if planned is request:
-                self.budget += self.seqs[index].num_new_tokens
-                self.num_decodes -= index < self.num_decodes
-                del self.requests[index], self.seqs[index]
-                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +94,10 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._rows_to_forget: list[int] = []
         """Freed, and the runner has not been told yet."""
+        self._forking: list[BeamGroup] = []
+        """Searches that have beams to enter rows with the next plan."""
+        self._chosen: dict[int, int] = {}
+        """Row -> the last token of its beam, of which the runner has not been told yet."""
         self._in_flight: dict[int, _InFlight] = {}
 
     def add(self, request: Request) -> None:
@@ -144,12 +114,14 @@ class Scheduler:
         writes them after that step, and the token it draws is dropped.
         """
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._leave_row(request)
+            for member in _together(request):
+                self.running.remove(member)
+                self._leave_row(member)
+                member.move(status)
         else:
             self.waiting.remove(request)
+            request.move(status)
         self.policy.ended(request)
-        request.move(status)
 
     def has_unfinished(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
@@ -159,8 +131,10 @@ class Scheduler:
 
         now: seconds of the engine's monotonic clock.
         """
-        draft = _Draft(budget=self.limits.max_num_batched_tokens)
+        draft = Draft(budget=self.limits.max_num_batched_tokens)
+        self._enter_forks(draft)
         self._grow_decodes(draft)
+        draft.spare_decodes(self.limits.max_mixed_prefill_tokens)
         self._grow_prefills(draft)
         self._admit_waiting(draft, now)
         plan = self._seal(draft)
@@ -187,11 +161,17 @@ class Scheduler:
             if request.status is not running:
                 continue
             register(request.table, seq.num_computed_tokens + seq.num_new_tokens)
-            if token_id is not None:
+            if token_id is None:
+                continue
+            if request.group is None:
                 self._take_token(request, token_id, now, outcome)
+            else:
+                assert result.logprobs is not None
+                candidates = result.logprobs.output[seq.row]
+                self._take_candidates(request, request.group, candidates, now, outcome)
         assert next(drawn, None) is None, f"step {plan.step} has drawn more than was asked"
         self.total_output_tokens += len(outcome.token_ids)
-        self.policy.drawn(outcome.sampled)
+        self.policy.drawn([*outcome.sampled, *outcome.searched])
         for request in (*outcome.finished, *outcome.dead_ends):
             self.policy.ended(request)
         if outcome.finished or outcome.dead_ends:
@@ -216,10 +196,43 @@ class Scheduler:
             assert not request.table.blocks, request
             assert request.row == -1, request
             assert request.num_computed_tokens == 0, request
+        assert len(set(self.running)) == len(self.running), "a request runs twice"
+        assert all(request in _together(request) for request in self.running)
         num_held = sum(len(request.table.blocks) > 0 for request in self.running)
         assert num_held == self.kv_manager.num_tables, (num_held, self.kv_manager.num_tables)
 
-    def _grow_decodes(self, draft: _Draft) -> None:
+    def _enter_forks(self, draft: Draft) -> None:
+        """Beams that begin with another's KV, into rows that were reserved for them.
+
+        Nothing of the plan is made yet, so what they share is as the last step left it.
+        """
+        forking, self._forking = self._forking, []
+        for group in forking:
+            while group.entering and group.leader.status is Status.RUNNING:
+                entry = group.entering[0]
+                take = partial(
+                    self.kv_manager.fork, entry.source.table, entry.beam.table, entry.num_shared
+                )
+                fork = self._make_room(group.leader, take, draft)
+                if fork is not None:
+                    group.entering.popleft()
+                    self._enter_fork(entry, fork, draft)
+
+    def _enter_fork(self, entry: Entry, fork: Fork, draft: Draft) -> None:
+        beam = entry.beam
+        beam.move(Status.RUNNING)
+        beam.row = self._free_rows.pop()
+        beam.num_computed_tokens = entry.num_shared
+        insort(self.running, beam, key=self.policy.running_key)
+        draft.forks[beam] = NewSeq(
+            beam.row,
+            tuple(beam.token_ids),
+            beam.num_prompt_tokens,
+            beam.sampling,
+            block_ids=fork.block_ids,
+        )
+
+    def _grow_decodes(self, draft: Draft) -> None:
         """One token for each request that has one to compute."""
         # Preemption takes requests from the end of the list, never from the
         # part that this loop has passed: that is what its order is for.
@@ -237,7 +250,7 @@ class Scheduler:
         # nobody was admitted who would make them more than the budget.
         assert draft.budget >= 0, (draft.budget, len(self.running))
 
-    def _grow_prefills(self, draft: _Draft) -> None:
+    def _grow_prefills(self, draft: Draft) -> None:
         """The next chunk of each running prompt, as far as the budget goes."""
         max_chunk = self.limits.max_chunk
         for request in draft.prefills:
@@ -246,37 +259,53 @@ class Scheduler:
             if request.status is not Status.RUNNING:
                 continue
             num_left = request.num_tokens - request.num_computed_tokens
+            if not num_left:
+                continue  # a beam that waits for the others of its search
             num_new = min(num_left, max_chunk, draft.budget)
             new_block_ids = self._room_for(request, request.num_computed_tokens + num_new, draft)
             if new_block_ids is not None:
                 draft.add(request, num_new, new_block_ids)
 
-    def _room_for(self, request: Request, num_tokens: int, draft: _Draft) -> tuple[int, ...] | None:
-        """Room for num_tokens, at the cost of juniors. None if the request itself
-        was the most junior, and is preempted now."""
+    def _room_for(self, request: Request, num_tokens: int, draft: Draft) -> tuple[int, ...] | None:
+        """Room for num_tokens, as _make_room() gets it."""
+        return self._make_room(
+            request, lambda: self.kv_manager.grow(request.table, num_tokens), draft
+        )
+
+    def _make_room(
+        self, request: Request, attempt: Callable[[], _T | None], draft: Draft
+    ) -> _T | None:
+        """What an attempt to take blocks yields, at the cost of juniors. None if the
+        request itself was among the most junior, and is preempted now."""
         while True:
-            new_block_ids = self.kv_manager.grow(request.table, num_tokens)
-            if new_block_ids is not None:
-                return new_block_ids
-            victim = self.running[-1]
-            self._preempt(victim, draft)
-            if victim is request:
+            taken = attempt()
+            if taken is not None:
+                return taken
+            self._preempt(self.running[-1], draft)
+            if request.status is not Status.RUNNING:
                 return None
 
-    def _preempt(self, victim: Request, draft: _Draft) -> None:
-        """Back to the front of its priority in the queue, to be recomputed."""
-        assert self.running[-1] is victim
-        self.running.pop()
-        draft.withdraw(victim)
+    def _preempt(self, victim: Request, draft: Draft) -> None:
+        """Back to the front of its priority in the queue, to be recomputed. A beam takes
+        its whole search with it."""
+        members = _together(victim)
+        # They have one place in the order, so they are beside each other.
+        assert set(self.running[-len(members) :]) == set(members), victim
+        del self.running[-len(members) :]
         draft.preempted = True
-        self._leave_row(victim)
-        victim.move(Status.PREEMPTED)
-        victim.num_computed_tokens = 0
+        for member in members:
+            draft.withdraw(member)
+            self._leave_row(member, told=draft.forks.pop(member, None) is None)
+            member.move(Status.PREEMPTED)
+            member.num_computed_tokens = 0
+        if victim.group is not None:
+            victim.group.suspend()
+            victim = victim.group.leader
         victim.num_preemptions += 1
         self.total_preemptions += 1
         self.waiting.push(victim)
 
-    def _admit_waiting(self, draft: _Draft, now: float) -> None:
+    def _admit_waiting(self, draft: Draft, now: float) -> None:
         """New prompts, first chunk each, while budget, rows and blocks last.
 
         Strictly in the policy's order: nobody overtakes one who does not fit,
@@ -286,26 +315,33 @@ class Scheduler:
         if draft.preempted or not self.waiting:
             return
         owed = sum(map(self._owed, draft.prefills))
-        while self.waiting and draft.budget and len(self.running) < self.limits.max_num_seqs:
+        # Each row may have a token to compute in every step.
+        num_free_rows = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        num_free_rows -= sum(request.num_reserved_rows for request in self.running)
+        while self.waiting and draft.budget:
             request = self.waiting.peek()
+            num_free_rows -= request.num_reserved_rows
+            if num_free_rows < 0:
+                break
             hit = self.kv_manager.lookup(request.table)
             num_left = request.num_tokens - hit.num_cached_tokens
             num_new = min(num_left, self.limits.max_chunk, draft.budget)
             # Room for a whole prompt is asked for, beside what the prompts in chunks
             # are still owed: no two ever count on the same blocks.
-            reserve = owed + self._watermark() if self.running else 0
+            reserve = owed + self._watermark() + _num_forks(request) if self.running else 0
             block_ids = self.kv_manager.admit(request.table, hit, num_new, reserve)
             if block_ids is None:
                 break
             self.waiting.pop()
-            self._enter_row(request, hit.num_cached_tokens, draft, now)
+            self._enter_row(request, hit, draft, now)
             draft.add(request, num_new, block_ids)
             owed += self._owed(request)
         assert self.running or not self.waiting, "a request that fits alone was not admitted"
 
     def _owed(self, request: Request) -> int:
-        """Blocks that its known ids will take beyond those it has."""
-        return self.kv_manager.blocks_for(request.num_tokens) - len(request.table.blocks)
+        """Blocks that its known ids, and the beams to come, will take beyond those it has."""
+        num_blocks = self.kv_manager.blocks_for(request.num_tokens) - len(request.table.blocks)
+        return num_blocks + _num_forks(request)
 
     def _watermark(self) -> int:
         """Blocks that an admission leaves free, so that it does not force a
@@ -314,8 +350,9 @@ class Scheduler:
         soon = self.kv_manager.blocks_for(4 * len(self.running))
         return max(self.kv_manager.num_usable_blocks // 100, soon)
 
-    def _enter_row(self, request: Request, num_cached: int, draft: _Draft, now: float) -> None:
-        """From the queue to a row, with num_cached tokens of KV found."""
+    def _enter_row(self, request: Request, hit: PrefixHit, draft: Draft, now: float) -> None:
+        """From the queue to a row, with the hit's KV found."""
+        num_cached = hit.num_cached_tokens
         if request.first_scheduled_at is None:
             request.first_scheduled_at = now
             request.admission_index = self._num_admitted
@@ -324,7 +361,7 @@ class Scheduler:
             # On a replay the hit may reach into the output.
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             self.kv_manager.count_lookup(
-                request.table, request.num_prompt_tokens, request.num_cached_tokens
+                request.table, request.num_prompt_tokens, request.num_cached_tokens, hit
             )
             draft.started.append(request)
         request.move(Status.RUNNING)
@@ -344,24 +381,34 @@ class Scheduler:
             )
         )
 
-    def _leave_row(self, request: Request) -> None:
+    def _leave_row(self, request: Request, *, told: bool = True) -> None:
+        """told: whether the runner knows of it."""
         self.kv_manager.free(request.table)
         self._free_rows.append(request.row)
-        self._rows_to_forget.append(request.row)
+        if told:
+            self._rows_to_forget.append(request.row)
+        self._chosen.pop(request.row, None)
         request.row = -1
 
-    def _seal(self, draft: _Draft) -> StepPlan:
+    def _seal(self, draft: Draft) -> StepPlan:
         self.step += 1
-        # An empty plan is not launched, so it must not carry the freed rows away.
+        # An empty plan is not launched, so it must not carry freed rows and moves away.
         freed_rows: tuple[int, ...] = ()
+        chosen: tuple[tuple[int, int], ...] = ()
+        moves = NO_MOVES
         if draft.seqs:
+            moves = self.kv_manager.take_moves()
             freed_rows = tuple(self._rows_to_forget)
             self._rows_to_forget.clear()
+            chosen = tuple(self._chosen.items())
+            self._chosen.clear()
             self._in_flight[self.step] = _InFlight(draft.requests, draft.started)
-        self.num_batched_tokens = self.limits.max_num_batched_tokens - draft.budget
-        return StepPlan(self.step, freed_rows, tuple(draft.new_seqs), tuple(draft.seqs))
+        left = draft.budget + draft.held_back
+        self.num_batched_tokens = self.limits.max_num_batched_tokens - left
+        new_seqs = (*draft.new_seqs, *draft.forks.values())
+        return StepPlan(self.step, freed_rows, new_seqs, tuple(draft.seqs), moves, chosen)
 
-    def _advance_computed(self, draft: _Draft) -> None:
+    def _advance_computed(self, draft: Draft) -> None:
         """The one place where num_computed_tokens moves forward after admission.
 
         It does so when the plan is made, not when it has run, so that the next
@@ -382,13 +429,61 @@ class Scheduler:
             return
         if request.first_token_at is None:
             self.total_prompt_tokens += request.num_prompt_tokens
-        request.append(token_id, now)
-        outcome.sampled.append(request)
-        outcome.token_ids.append(token_id)
-        status = end_status(request, token_id)
+        status: Status | None = Status.LENGTH
+        if has_room(request):
+            request.append(token_id, now)
+            outcome.sampled.append(request)
+            outcome.token_ids.append(token_id)
+            status = end_status(request, token_id)
+        else:
+            request.end_prefill(now)
         if status is not None:
             if status is Status.STOPPED:
                 request.finish_token_id = token_id
             self._leave_row(request)
             request.move(status)
             outcome.finished.append(request)
+
+    def _take_candidates(
+        self,
+        beam: Request,
+        group: BeamGroup,
+        candidates: PositionLogprobs,
+        now: float,
+        outcome: StepOutcome,
+    ) -> None:
+        """The search goes on once all of its beams have drawn."""
+        leader, search = group.leader, group.search
+        if leader.first_token_at is None:
+            self.total_prompt_tokens += leader.num_prompt_tokens
+            leader.first_token_at = now
+        leader.last_token_at = now
+        outcome.searched.append(leader)
+        if group.take(beam, candidates):
+            for staying in group.advance(now, self._drop_beam):
+                self._chosen[staying.row] = staying.token_ids[-1]
+        if search.done:
+            self.total_output_tokens += search.num_output_tokens
+            stopped = search.finish_reason is FinishReason.STOP
+            for member in group.in_rows:
+                self._leave_row(member)
+                member.move(Status.STOPPED if stopped else Status.LENGTH)
+            outcome.finished.append(leader)
+        elif group.entering:
+            self._forking.append(group)
+
+    def _drop_beam(self, beam: Request) -> None:
+        """It goes on as none; the search may need it again."""
+        self.running.remove(beam)
+        self._leave_row(beam)
+        beam.move(Status.PREEMPTED)
+
+
+def _together(request: Request) -> list[Request]:
+    """Those that run and end with a request that runs, itself among them."""
+    return [request] if request.group is None else request.group.in_rows
+
+
+def _num_forks(request: Request) -> int:
+    """Beams that may still join it, each with a block of its own."""
+    return max(0, request.num_reserved_rows - 1)

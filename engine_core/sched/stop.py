@@ -1,4 +1,4 @@
-"""When a sequence has ended, judged from its last id."""
+"""When a sequence has ended, judged from its length and its last id."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from engine_core.request import Status
 
 if TYPE_CHECKING:
     from engine_core.request import Request
+
+
+def has_room(request: Request) -> bool:
+    """Whether a token that is drawn is output. With max_tokens 0 none is: then the prompt
+    was computed for its own sake, and the request ends with it."""
+    return len(request.token_ids) < request.max_num_tokens
 
 
 def end_status(request: Request, token_id: int) -> Status | None:

@@ -100,7 +100,7 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("sampling", "field"),
         [
-            (SamplingParams(max_tokens=0), "max_tokens is 0"),
+            (SamplingParams(max_tokens=-1), "max_tokens is -1"),
             (SamplingParams(max_tokens=-3), "max_tokens is -3"),
             (SamplingParams(max_tokens=1, temperature=math.nan), "temperature is nan"),
             (SamplingParams(max_tokens=1, temperature=math.inf), "temperature is inf"),

@@ -1,20 +1,21 @@
-"""Thousands of random schedules over the fake model: whatever is chunked,
-batched, preempted, cached or aborted, the text stays what it is alone."""
+"""Thousands of random schedules over the fake model: whatever is chunked, batched,
+preempted, cached, moved to the host, shared or aborted, the text stays what it is alone."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from engine_core.kv.restore_policy import MeasuredCosts
 from engine_core.sched.policy import make_policy
 from pagewire.types import FinishReason
 from tests.support.fake_model import EOS, FakeEngine, alone
 
 SCHEDULES_PER_SEED = 80
-SEEDS = 40
+SEEDS = 24
 
 
 @dataclass
@@ -35,11 +36,15 @@ class Plan:
     deadline_ms: float | None
     abort_at: int | None
     abort_in_poll: bool
+    skip_prefix_cache: bool = False
+    sample_index: int = 0
+    leader: Plan | None = None
+    """Whose prompt it has, and whose blocks it may share."""
 
     @property
     def expected(self) -> list[int]:
         stops = set(self.stop_ids) | (set() if self.ignore_eos else {EOS})
-        return alone(self.known, self.max_tokens - self.num_output, tuple(stops))
+        return alone(self.known, self.max_tokens - self.num_output, tuple(stops), self.sample_index)
 
 
 def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
@@ -69,7 +74,10 @@ def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
 
 def scheduling(rng: random.Random) -> dict[str, Any]:
     token_s = rng.choice([0.0, 0.1])
+    dear = MeasuredCosts(restore_s_per_block=rng.choice([0.1, 0.4]), prefill_s_per_token=0.1)
     return {
+        "num_host_blocks": rng.choice([0, 0, 2, 12, 60]),
+        "costs": rng.choice([None, dear]),
         "policy": make_policy(rng.choice(["fair", "fair", "fair", "priority"])),
         "long_prefill_token_threshold": rng.choice([0, 0, 1, 4]),
         "step_s": lambda num_tokens: 0.9 + token_s * num_tokens,
@@ -109,13 +117,34 @@ def make_plans(rng: random.Random, engine: FakeEngine, *, crowded: bool) -> list
             deadline_ms=rng.choice([5, 20, 200, 200]) * 1000.0 if rng.random() < 0.3 else None,
             abort_at=rng.randint(0, 30) if rng.random() < 0.25 else None,
             abort_in_poll=rng.random() < 0.5,
+            skip_prefix_cache=rng.random() < 0.1,
         )
         whole = plan.expected
         if rng.random() < 0.2 and len(whole) > 1:
             plan.num_output = rng.randint(1, len(whole) - 1)
             plan.known = prompt + whole[: plan.num_output]
         plans.append(plan)
+        if rng.random() < 0.2:
+            plans += make_followers(rng, plan, prompt)
     return plans
+
+
+def make_followers(rng: random.Random, leader: Plan, prompt: list[int]) -> list[Plan]:
+    """Further sequences of one request, as n > 1 makes them."""
+    leader.sample_index = 0
+    return [
+        replace(
+            leader,
+            request_id=100 * index + leader.request_id,
+            arrives=leader.arrives + rng.choice([0, 0, 0, 3]),
+            known=prompt,
+            num_output=0,
+            abort_at=rng.randint(0, 30) if rng.random() < 0.25 else None,
+            sample_index=index,
+            leader=leader,
+        )
+        for index in range(1, rng.randint(2, 4))
+    ]
 
 
 def drive(rng: random.Random, engine: FakeEngine, plans: list[Plan]) -> None:
@@ -139,6 +168,9 @@ def drive(rng: random.Random, engine: FakeEngine, plans: list[Plan]) -> None:
                     tenant=plan.tenant,
                     priority=plan.priority,
                     deadline_ms=plan.deadline_ms,
+                    skip_prefix_cache=plan.skip_prefix_cache,
+                    sample_index=plan.sample_index,
+                    leader_id=plan.leader and plan.leader.request_id,
                 )
         aborting = [p for p in plans if p.abort_at == turn and p.arrives <= turn]
         for plan in aborting:
@@ -175,12 +207,13 @@ def check(engine: FakeEngine, plans: list[Plan]) -> None:
         cached = heard.finished[0].num_cached_tokens
         assert cached == heard.started[0].num_cached_tokens
         assert 0 <= cached <= min(len(plan.known) - 1, len(plan.known) - plan.num_output)
+        assert not (plan.skip_prefix_cache and plan.leader is None and cached)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_text_is_the_same_under_any_schedule(seed: int) -> None:
     rng = random.Random(seed)
-    num_preemptions = num_hits = num_aborts = num_missed = 0
+    num_preemptions = num_hits = num_aborts = num_missed = num_offloaded = num_restored = 0
     for _ in range(SCHEDULES_PER_SEED):
         crowded = rng.random() < 0.35
         engine = make_engine(rng, crowded=crowded)
@@ -190,6 +223,9 @@ def test_text_is_the_same_under_any_schedule(seed: int) -> None:
         engine.check_at_rest()
         num_preemptions += engine.scheduler.total_preemptions
         num_hits += engine.kv_manager.num_hit_tokens
+        if engine.offload is not None:
+            num_offloaded += engine.offload.num_offloaded_blocks
+            num_restored += engine.offload.num_restored_blocks
         num_aborts += sum(h.reason is FinishReason.ABORT for h in engine.heard.values())
         num_missed += sum(h.finished[0].deadline_missed for h in engine.heard.values())
     # What the schedules are for must really have happened in them.
@@ -197,3 +233,5 @@ def test_text_is_the_same_under_any_schedule(seed: int) -> None:
     assert num_hits >= 30
     assert num_aborts >= 5
     assert num_missed >= 5
+    assert num_offloaded >= 30
+    assert num_restored >= 5

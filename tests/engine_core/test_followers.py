@@ -44,10 +44,13 @@ def test_full_blocks_of_the_prompt_are_computed_and_held_once(caching: bool) -> 
     assert [heard.token_ids for heard in engine.heard.values()] == [expected(PROMPT, 1, 0)]
     assert engine.core.stats().num_waiting == 3
     engine.step()
-    # 3 blocks for 12 tokens, of which the first two are the prompt's and everyone's.
+    # 3 blocks for 12 tokens, of which the first two are the prompt's and everyone's; of
+    # the third each has a copy, and computes the prompt's last token for its own draw.
     plan = engine.runner.plans[-1]
-    assert [seq.num_new_tokens for seq in plan.seqs] == [1, 2, 2, 1]
-    engine.step()
+    assert [seq.num_new_tokens for seq in plan.seqs] == [1, 1, 1, 1]
+    (source,) = {source for source, _ in plan.moves.copy}
+    assert source == engine.runner.rows[plan.seqs[0].row].table[2]
+    assert len(plan.moves.copy) == 3
     tables = [row.table for row in engine.runner.rows.values()]
     assert len(tables) == 4
     assert len({tuple(table[:2]) for table in tables}) == 1
@@ -59,7 +62,7 @@ def test_full_blocks_of_the_prompt_are_computed_and_held_once(caching: bool) -> 
         assert engine.of(1 + index).token_ids == expected(PROMPT, 6, index)
         assert engine.of(1 + index).reason is FinishReason.LENGTH
     computed = sum(plan.num_tokens for plan in engine.runner.plans)
-    assert computed == len(PROMPT) + 3 * 2 + 4 * 5
+    assert computed == len(PROMPT) + 3 * 1 + 4 * 5
     engine.check_at_rest()
 
 
@@ -67,7 +70,7 @@ def test_without_the_cache_for_one_request_its_sequences_still_share() -> None:
     engine = FakeEngine(block_size=4)
     add_group(engine, 1, 3, PROMPT, max_tokens=4, skip_prefix_cache=True)
     engine.run()
-    assert [engine.of(i).finished[0].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
+    assert [engine.of(i).finished[0].num_cached_tokens for i in (1, 2, 3)] == [0, 9, 9]
     engine.add(9, PROMPT)
     engine.run()
     assert engine.of(9).finished[0].num_cached_tokens == 0
@@ -145,7 +148,7 @@ def test_one_that_replays_output_shares_the_prompt_only() -> None:
     engine.run()
     for index, output in enumerate(outputs):
         assert engine.of(7 + index).token_ids == output[5:]
-    assert engine.of(8).finished[0].num_cached_tokens == 8
+    assert engine.of(8).finished[0].num_cached_tokens == len(PROMPT)
     engine.check_at_rest()
 
 

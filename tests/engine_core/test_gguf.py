@@ -14,11 +14,11 @@ import torch
 from engine_core.model.config import RopeConfig
 from engine_core.model.gguf_checkpoint import GgufCheckpoint
 from engine_core.model.gguf_config import read_gguf_config
-from engine_core.model.gguf_file import GgufFile
 from engine_core.model.gguf_tensors import can_dequantize, read_small_tensor, read_tensor_into
 from engine_core.model.loader import open_model
 from engine_core.model.rope import inverse_frequencies
 from pagewire.errors import ModelLoadError
+from pagewire.gguf_file import GgufFile
 from pagewire.model_source import resolve_model
 from tests.support.tiny_model import LLAMA3_ROPE, TinySpec, tiny_weights, write_gguf
 

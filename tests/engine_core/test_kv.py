@@ -8,7 +8,7 @@ import pytest
 from engine_core.kv.block import Block, FreeList
 from engine_core.kv.block_pool import BlockPool, IntegrityError
 from engine_core.kv.hashing import DIGEST_BYTES, BlockHashes, block_hash, root_hash
-from engine_core.kv.manager import KVManager
+from engine_core.kv.manager import Fork, KVManager
 
 if TYPE_CHECKING:
     from engine_core.kv.block_table import BlockTable
@@ -388,3 +388,89 @@ class TestKVManager:
     def test_bad_block_size(self) -> None:
         with pytest.raises(ValueError, match="block_size is 0"):
             KVManager(8, 0)
+
+
+class TestFork:
+    def computed(self, manager: KVManager, num_tokens: int, salt: str = "") -> BlockTable:
+        table = manager.new_table(array("i", range(num_tokens)), salt)
+        assert manager.admit(table, manager.lookup(table), num_tokens, 0) is not None
+        manager.register_computed(table, num_tokens)
+        return table
+
+    def test_shares_full_blocks_and_copies_the_partial_one(self) -> None:
+        manager = KVManager(10, 4)
+        parent = self.computed(manager, 10)
+        child = manager.new_table(array("i", [*range(10), 77]))
+        fork = manager.fork(parent, child, 10)
+        assert fork is not None
+        assert fork.block_ids[:2] == parent.block_ids()[:2]
+        assert fork.copy == (parent.block_ids()[2], fork.block_ids[2])
+        assert manager.num_free_blocks == 9 - 4
+        manager.check_integrity()
+        assert manager.take_moves().copy == (fork.copy,)
+        assert manager.take_moves().copy == ()
+        # The child's own block becomes a hit under its own ids.
+        child.token_ids.append(78)
+        assert manager.grow(child, 12) == ()
+        manager.register_computed(child, 12)
+        other = manager.new_table(array("i", [*range(10), 77, 78, 1]))
+        assert manager.lookup(other).num_cached_tokens == 12
+        for table in (parent, child):
+            manager.free(table)
+        manager.check_all_free()
+
+    def test_at_a_block_edge_there_is_nothing_to_copy(self) -> None:
+        manager = KVManager(4, 4)
+        parent = self.computed(manager, 8)
+        fork = manager.fork(parent, manager.new_table(array("i", range(9))), 8)
+        assert fork == Fork(parent.block_ids(), None)
+
+    def test_out_of_room_is_none_and_changes_nothing(self) -> None:
+        manager = KVManager(4, 4)
+        parent = self.computed(manager, 10)
+        child = manager.new_table(array("i", range(11)))
+        assert manager.fork(parent, child, 10) is None
+        assert not child.blocks
+        manager.check_integrity()
+        # Full blocks alone need no room.
+        assert manager.fork(parent, child, 8) is not None
+        manager.free(child)
+        manager.free(parent)
+        manager.check_all_free()
+
+    def test_the_source_is_nobodys_until_the_plan_is_sealed(self) -> None:
+        manager = KVManager(5, 4)
+        parent = self.computed(manager, 3)
+        child = manager.new_table(array("i", [0, 1, 2, 9]))
+        fork = manager.fork(parent, child, 3)
+        assert fork is not None
+        assert fork.copy is not None
+        manager.free(parent)
+        manager.check_integrity()
+        taken = manager.pool.allocate(manager.num_free_blocks)
+        assert taken is not None
+        assert fork.copy[0] not in [block.block_id for block in taken]
+        manager.take_moves()
+        assert manager.num_free_blocks == 1
+        manager.pool.release(taken)
+        manager.free(child)
+        manager.check_all_free()
+
+    def test_a_child_that_goes_takes_its_copy_along(self) -> None:
+        manager = KVManager(5, 4)
+        parent = self.computed(manager, 3)
+        child = manager.new_table(array("i", [0, 1, 2, 9]))
+        assert manager.fork(parent, child, 3) is not None
+        manager.free(child)
+        assert manager.take_moves().copy == ()
+        manager.free(parent)
+        manager.check_all_free()
+
+    def test_after_a_reset_nothing_of_it_is_registered(self) -> None:
+        manager = KVManager(10, 4)
+        parent = self.computed(manager, 6)
+        manager.reset_prefix_cache()
+        child = manager.new_table(array("i", range(8)))
+        assert manager.fork(parent, child, 6) is not None
+        manager.register_computed(child, 8)
+        assert manager.pool.num_cached_blocks == 0

@@ -59,7 +59,8 @@ class KVMachine(RuleBasedStateMachine):
         )
 
     def compute(self, one: Live, end: int) -> None:
-        """The device runs: writes the slots of [computed, end)."""
+        """The device runs: makes the copies, then writes the slots of [computed, end)."""
+        self.run_copies()
         ids = tuple(one.table.token_ids)
         for position in range(one.computed, end):
             block, offset = divmod(position, self.size)
@@ -111,6 +112,44 @@ class KVMachine(RuleBasedStateMachine):
         one.history.append(added)
         self.compute(one, end)
 
+    @rule(target=live, one=live, share=st.floats(0, 1), last=st.integers(0, 1))
+    def fork(self, one: Live, share: float, last: int) -> object:
+        """Another sequence goes on from what is computed of this one."""
+        if one.table in self.manager._copies:
+            self.run_copies()
+        num_tokens = int(one.computed * share)
+        token_ids = array("i", [*one.table.token_ids[:num_tokens], last])
+        twin = Live(self.manager.new_table(token_ids, one.salt), one.salt, computed=num_tokens)
+        before = self.state()
+        fork = self.manager.fork(one.table, twin.table, num_tokens)
+        if fork is None:
+            assert num_tokens % self.size
+            assert self.manager.num_free_blocks == 0
+            assert self.state() == before
+            return multiple()
+        num_full, rest = divmod(num_tokens, self.size)
+        assert fork.block_ids == twin.table.block_ids()
+        assert fork.block_ids[:num_full] == one.table.block_ids()[:num_full]
+        assert (fork.copy is not None) == (rest > 0)
+        self.held.append(twin)
+        twin.history = [fork.block_ids]
+        return twin
+
+    @rule()
+    def seal(self) -> None:
+        """The plan is launched: the device makes the copies, and reads first."""
+        self.run_copies()
+
+    def run_copies(self) -> None:
+        copies = self.manager.take_moves().copy
+        read = [
+            (target, offset, self.slots[source, offset])
+            for source, target in copies
+            for offset in range(self.size)
+            if (source, offset) in self.slots
+        ]
+        self.slots.update({(target, offset): content for target, offset, content in read})
+
     @rule(one=live, count=st.integers(1, 6))
     def grow_and_never_run(self, one: Live, count: int) -> None:
         """Room is taken, but the chunk does not get to run."""
@@ -158,11 +197,14 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_reads_its_own_kv(self) -> None:
+        # What is yet to be copied is still to be read where it comes from.
+        read_at = {dst.block_id: src.block_id for src, dst in self.manager._copies.values()}
         for one in self.held:
             ids = tuple(one.table.token_ids)
             for position in range(one.computed):
                 block, offset = divmod(position, self.size)
-                slot = (one.table.blocks[block].block_id, offset)
+                block_id = one.table.blocks[block].block_id
+                slot = (read_at.get(block_id, block_id), offset)
                 assert self.slots[slot] == (one.salt, ids[: position + 1])
 
     @invariant()

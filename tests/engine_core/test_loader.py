@@ -41,13 +41,13 @@ def test_weights_are_fused_unchanged(tmp_path: Path, num_shards: int) -> None:
     model = load(write_hf(tmp_path, spec, num_shards=num_shards))
     weights = tiny_weights(spec)
     prefix = "model.layers.1.self_attn"
-    layer = model._layers[1]
+    attention, mlp = model._blocks.blocks[2:4]  # of layer 1
     for kind in ("weight", "bias"):
         expected = torch.cat([weights[f"{prefix}.{p}_proj.{kind}"] for p in "qkv"])
-        assert torch.equal(getattr(layer.qkv, kind), expected)
+        assert torch.equal(getattr(attention.qkv, kind), expected)
     gate_up = [weights[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
-    assert layer.gate_up.bias is None
+    assert torch.equal(mlp.gate_up.weight, torch.cat(gate_up))
+    assert mlp.gate_up.bias is None
     assert torch.equal(model._head.weight, weights["lm_head.weight"])
 
 
@@ -57,7 +57,7 @@ def test_converts_the_stored_dtype(tmp_path: Path, stored: torch.dtype) -> None:
     weights = {name: tensor.to(stored) for name, tensor in tiny_weights(TinySpec()).items()}
     save_file(weights, tmp_path / "model.safetensors")
     model = load(tmp_path)
-    assert torch.equal(model._embedding, weights["model.embed_tokens.weight"].float())
+    assert torch.equal(model._embedding.table, weights["model.embed_tokens.weight"].float())
 
 
 def test_progress_counts_all_bytes(tmp_path: Path) -> None:

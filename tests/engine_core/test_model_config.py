@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,6 +103,37 @@ def test_default_sampling(tmp_path: Path) -> None:
     assert config.default_sampling == known
     config = read(tmp_path, generation={**generation, "do_sample": False})
     assert config.default_sampling == {}
+
+
+# vllm-project/vllm#17553, NVIDIA/TensorRT-LLM#17158
+@pytest.mark.parametrize("top_k", [0, -1, 0.0])
+def test_top_k_may_be_off_in_the_generation_config(tmp_path: Path, top_k: float) -> None:
+    config = read(tmp_path, generation={"top_k": top_k})
+    assert config.default_sampling == {"top_k": top_k}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -0.5),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", math.inf),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "high"),
+    ],
+)
+def test_sampling_that_no_request_could_be_served_with(
+    tmp_path: Path, key: str, value: float | str
+) -> None:
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {key} is .*, expected a"):
+        read(tmp_path, generation={key: value})
+    assert read(tmp_path, generation={key: value, "do_sample": False}).default_sampling == {}
 
 
 @pytest.mark.parametrize("dtype_key", ["dtype", "torch_dtype"])

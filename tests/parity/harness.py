@@ -10,9 +10,12 @@ import torch
 from engine_core.core import EngineCore
 from engine_core.device.cpu import CpuDevice
 from engine_core.kv.manager import KVManager
+from engine_core.kv.offload import KVOffload
+from engine_core.kv.restore_policy import RestorePolicy
 from engine_core.model.inputs import ModelInput
 from engine_core.model.loader import load_model, open_model
 from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.runner.offload import HostKV
 from engine_core.sched.scheduler import Scheduler, SchedulerLimits
 from kernels.ops import AttentionBatch
 from kernels.registry import load_ops
@@ -47,11 +50,18 @@ class Engine:
         max_num_batched_tokens: int = 512,
         prefix_caching: bool = False,
         grammars: GrammarGate | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         kv_caches = allocate_kv_caches(
-            loaded.model, loaded.device, num_blocks, block_size, torch.float32
+            loaded.model, loaded.device, num_blocks, block_size, loaded.dtype
         )
-        self.kv_manager = KVManager(num_blocks, block_size, prefix_caching)
+        host_kv = None
+        self.offload = None
+        if num_host_blocks:
+            host_kv = HostKV(loaded.device, kv_caches, num_host_blocks)
+            # Without costs everything is restored; then what a restore costs decides.
+            self.offload = KVOffload(num_host_blocks, RestorePolicy(block_size))
+        self.kv_manager = KVManager(num_blocks, block_size, prefix_caching, self.offload)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=max_num_seqs,
@@ -70,6 +80,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=loaded.max_model_len,
+            host_kv=host_kv,
         )
         self.core = EngineCore(self.scheduler, runner, epoch=EPOCH, grammars=grammars)
         self._next_id = 1
@@ -91,6 +102,7 @@ class Engine:
         for _ in range(_STEP_LIMIT):
             if not self.core.has_work():
                 self.kv_manager.check_all_free()
+                self.core.check_integrity()
                 return list(outputs.values())
             for output in self.core.step(lambda: None).values():
                 self._take(output, outputs)
@@ -111,6 +123,7 @@ class Loaded:
     ops: Ops
     device: CpuDevice
     max_model_len: int
+    dtype: torch.dtype = torch.float32
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] of one sequence computed in one step."""
@@ -128,15 +141,22 @@ class Loaded:
         return logits
 
 
-def load(path: str, backend: str, max_model_len: int = 512) -> Loaded:
-    """In float32, on one thread: the tests share two cores with others."""
+def load(
+    path: str,
+    backend: str,
+    max_model_len: int = 512,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = False,
+) -> Loaded:
+    """On one thread: the tests share two cores with others."""
     device = CpuDevice("1GiB", 1)
-    ops = load_ops(backend)
+    ops = load_ops(backend, batch_invariant=batch_invariant)
     opened = open_model(resolve_model(path))
     model = load_model(
-        opened, ops, device.torch_device, torch.float32, max_model_len, lambda done, total: None
+        opened, ops, device.torch_device, dtype, max_model_len, lambda done, total: None
     )
-    return Loaded(model, opened.config, ops, device, max_model_len)
+    return Loaded(model, opened.config, ops, device, max_model_len, dtype)
 
 
 def transformers_greedy(

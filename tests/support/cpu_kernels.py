@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # torch's word for the CPU: collecting tests should not have to build anything.
 _LEVEL = {"AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), 0)
+if _LEVEL == 2 and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported():
+    _LEVEL = 3
 VARIANTS = tuple(variant.name for variant in variants() if variant.level <= _LEVEL)
 """The C++ libraries that this CPU runs; test_cpu.py checks this list."""
 BACKENDS = ("torch", *VARIANTS)

@@ -115,6 +115,7 @@ class ThreadedEngine:
         *,
         max_num_seqs: int = 8,
         frontend_timeout: float = 60.0,
+        hang_timeout: float = 0.0,
         heartbeat_interval: float = 0.05,
     ) -> None:
         limits = make_limits(max_num_seqs)
@@ -130,6 +131,7 @@ class ThreadedEngine:
             self._context,
             router,
             frontend_timeout=frontend_timeout,
+            hang_timeout=hang_timeout,
             heartbeat_interval=heartbeat_interval,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

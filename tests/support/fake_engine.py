@@ -32,6 +32,7 @@ from pagewire.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Add,
+    Beam,
     Command,
     Dead,
     Finished,
@@ -187,8 +188,9 @@ class FakeEngine:
         self._admit()
         rows: dict[int, list[int]] = {}
         for request in list(self.running.values()):
-            token = self.next_token(request)
-            rows[request.id] = [token]
+            # With max_tokens 0 the prompt is all there is to compute.
+            wants_output = request.add.sampling.max_tokens > 0
+            rows[request.id] = [self.next_token(request)] if wants_output else []
         self.emit(rows)
 
     def emit(
@@ -223,6 +225,7 @@ class FakeEngine:
         finished, self._finished = tuple(self._finished), []
         unknown, self._unknown = tuple(self._unknown), []
         self._admit()
+        rows = {internal_id: ids for internal_id, ids in rows.items() if ids}
         self._send(
             StepOutput(
                 epoch=self.epoch,
@@ -257,7 +260,7 @@ class FakeEngine:
         )
 
     def _finish_if_done(self, request: FakeRequest) -> None:
-        sampling, last = request.add.sampling, request.output[-1]
+        sampling, last = request.add.sampling, request.output[-1] if request.output else -1
         if (last == EOS and not sampling.ignore_eos) or last in sampling.stop_token_ids:
             self._end(request.id, FinishReason.STOP, stop_token_id=last)
         elif len(request.output) >= sampling.max_tokens:
@@ -389,9 +392,19 @@ class FakeEngine:
         self._end(internal_id, FinishReason.ABORT)
         self.emit()
 
+    def refuse(self, internal_id: int, error: str, field: str) -> None:
+        """Ends a request that its sender can mend."""
+        self._end(internal_id, FinishReason.ERROR, error=error, field=field)
+        self.emit()
+
     def miss_deadline(self, internal_id: int) -> None:
         """Ends a request as one that cannot meet its deadline any more."""
         self._end(internal_id, FinishReason.ABORT, deadline_missed=True)
+        self.emit()
+
+    def end_search(self, internal_id: int, *beams: Beam) -> None:
+        """Ends a beam search with what it found."""
+        self._end(internal_id, FinishReason.STOP, beams=beams)
         self.emit()
 
     def _abort(self, internal_ids: list[int]) -> None:

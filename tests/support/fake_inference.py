@@ -22,7 +22,8 @@ Request = inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest
 class FakeInference(
     inference_pb2_grpc.InferenceServiceServicer, model_pb2_grpc.ModelServiceServicer
 ):
-    """Records what it is asked. A prompt that begins with "!" fails."""
+    """Records what it is asked. A prompt that begins with "!" fails; a stream of one that
+    ends with "?" fails in the middle."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -44,6 +45,8 @@ class FakeInference(
         context.add_callback(self.cancelled.set)
         for word in text.split(" "):
             yield _delta(word + " ")
+            if text.endswith("?"):
+                context.abort(grpc.StatusCode.INTERNAL, "lost it")
         while self.endless and context.is_active():
             yield _delta("more ")
         final = inference_pb2.Final(request_id="r1", model="fake")

@@ -16,7 +16,16 @@ import numpy as np
 
 from engine_core.core import EngineCore
 from engine_core.kv.manager import KVManager
-from engine_core.sched.plan import NewSeq, SeqStep, StepPlan, StepResult
+from engine_core.kv.offload import KVOffload
+from engine_core.kv.restore_policy import MeasuredCosts, RestorePolicy
+from engine_core.sched.plan import (
+    BlockMoves,
+    NewSeq,
+    SeqStep,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+)
 from engine_core.sched.scheduler import Scheduler, SchedulerLimits
 from pagewire.types import FinishReason, SamplingParams
 from pagewire.wire.codec import (
@@ -25,7 +34,14 @@ from pagewire.wire.codec import (
     unpack_ids,
     unpack_request_ids,
 )
-from pagewire.wire.messages import Add, Finished, Started, StepOutput, StepStats
+from pagewire.wire.messages import (
+    Add,
+    Finished,
+    PositionLogprobs,
+    Started,
+    StepOutput,
+    StepStats,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +66,18 @@ def next_token(values: np.ndarray, vocab_size: int = VOCAB_SIZE, sample_index: i
     mixed = int(np.bitwise_xor.reduce(values * _FACTORS[: len(values)]))
     mixed ^= sample_index * 2_654_435_761
     return (mixed ^ (mixed >> 29)) % vocab_size
+
+
+def token_logprobs(values: np.ndarray, vocab_size: int = VOCAB_SIZE) -> list[float]:
+    """By id, of the token that follows. They are no distribution, and hardly ever equal;
+    their sums are exact."""
+    mixed = int(np.bitwise_xor.reduce(values * _FACTORS[: len(values)]))
+    return [-(token_kv(mixed, token_id) % 1_000_003) / 131_072 for token_id in range(vocab_size)]
+
+
+def token_bytes() -> list[bytes]:
+    """What each token adds to the text: one letter of 26."""
+    return [bytes([97 + token_id % 26]) for token_id in range(VOCAB_SIZE)]
 
 
 def alone(
@@ -79,6 +107,8 @@ class _Row:
     computed: int = -1
     """Unknown until the first step, which may begin after a prefix hit."""
     table: list[int] = field(default_factory=list)
+    num_candidates: int = 0
+    """Of a beam."""
 
 
 class DonePending:
@@ -92,14 +122,21 @@ class DonePending:
 class FakeRunner:
     """Implements Runner, and asserts all that a plan promises."""
 
-    def __init__(self, num_blocks: int, block_size: int, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, limits: SchedulerLimits, num_host_blocks: int = 0
+    ) -> None:
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.host_kv = np.full((num_host_blocks, block_size), -1, dtype=np.int64)
+        self.block_copy_s = 0.0
+        """What each restore of a block takes, by its own word."""
         self.plans: list[StepPlan] = []
         self.on_launch: Callable[[StepPlan], None] = lambda plan: None
         self.rows: dict[int, _Row] = {}
         self._limits = limits
         self._block_size = block_size
         self._vocab_size = min(limits.vocab_size, VOCAB_SIZE)
+        self._copied: set[int] = set()
+        """Targets of all copies."""
 
     def launch(self, plan: StepPlan) -> DonePending:
         self._check(plan)
@@ -107,14 +144,44 @@ class FakeRunner:
         self.on_launch(plan)
         for row in plan.freed_rows:
             del self.rows[row]
+        for row, token_id in plan.chosen:
+            self.rows[row].token_ids[-1] = token_id
+        self._move_tiers(plan.moves)
+        self._copy(plan.moves)
         for seq in plan.new_seqs:
             self._enter(seq)
         for step in plan.seqs:
             self._write(step)
         drawn = [(step.row, self._draw(step)) for step in plan.seqs if step.samples]
         return DonePending(
-            StepResult(tuple(row for row, _ in drawn), tuple(token_id for _, token_id in drawn))
+            StepResult(
+                tuple(row for row, _ in drawn),
+                tuple(token_id for _, token_id in drawn),
+                self._candidates(plan),
+                restore_s=self.block_copy_s * len(plan.moves.restore),
+            )
         )
+
+    def _move_tiers(self, moves: BlockMoves) -> None:
+        for tier, (source, pairs) in (
+            (self.host_kv, (self.kv, moves.offload)),
+            (self.kv, (self.host_kv, moves.restore)),
+        ):
+            if pairs:
+                sources, targets = (list(side) for side in zip(*pairs, strict=True))
+                assert len(set(targets)) == len(targets), moves
+                assert (source[sources] >= 0).all(), "a block was moved that was never full"
+                tier[targets] = source[sources]
+
+    def _copy(self, moves: BlockMoves) -> None:
+        sources, targets = ([pair[side] for pair in moves.copy] for side in (0, 1))
+        assert len(set(targets)) == len(targets), "a block is the target of two copies"
+        held = {block for row in self.rows.values() for block in row.table}
+        assert set(targets).isdisjoint(sources), "copies are made at the same time"
+        assert (self.kv[sources, 0] >= 0).all(), "a block that was never written is copied"
+        assert held.isdisjoint(targets), "a block that somebody holds is overwritten"
+        self.kv[targets] = self.kv[sources]
+        self._copied.update(targets)
 
     def _check(self, plan: StepPlan) -> None:
         assert plan.seqs, "an empty plan was launched"
@@ -124,7 +191,8 @@ class FakeRunner:
         rows = [seq.row for seq in plan.seqs]
         assert len(set(rows)) == len(rows), rows
         assert all(0 <= row < self._limits.max_num_seqs for row in rows)
-        assert {seq.row for seq in plan.new_seqs} <= set(rows)
+        # A fork may have to wait for tokens of the budget.
+        assert {seq.row for seq in plan.new_seqs if not seq.block_ids} <= set(rows)
         chunk_seen = False
         for seq in plan.seqs:
             decode = seq.num_new_tokens == 1 and seq.samples
@@ -134,13 +202,18 @@ class FakeRunner:
     def _enter(self, seq: NewSeq) -> None:
         assert seq.row not in self.rows, f"row {seq.row} is taken"
         assert 1 <= seq.num_prompt_tokens <= len(seq.token_ids)
-        self.rows[seq.row] = _Row(list(seq.token_ids), seq.sample_index)
+        row = _Row(list(seq.token_ids), seq.sample_index, table=list(seq.block_ids))
+        if seq.sampling.beam is not None:
+            row.num_candidates = seq.sampling.logprobs or 0
+        self.rows[seq.row] = row
 
     def _write(self, step: SeqStep) -> None:
         row = self.rows[step.row]
         if row.computed < 0:
-            assert step.num_computed_tokens % self._block_size == 0
             row.computed = step.num_computed_tokens
+            first, offset = divmod(row.computed, self._block_size)
+            # What a partial block holds is only its own if it is a copy.
+            assert offset == 0 or [*row.table, *step.new_block_ids][first] in self._copied
         assert step.num_computed_tokens == row.computed
         assert step.num_new_tokens >= 1
         end = row.computed + step.num_new_tokens
@@ -159,6 +232,21 @@ class FakeRunner:
             block, offset = divmod(position, self._block_size)
             self.kv[row.table[block], offset] = previous
         row.computed = end
+
+    def _candidates(self, plan: StepPlan) -> StepLogprobs:
+        """The likeliest tokens of the beams, after all have drawn."""
+        output = {}
+        for step in plan.seqs:
+            row = self.rows[step.row]
+            if step.samples and row.num_candidates:
+                logprobs = token_logprobs(self._read(row, row.computed), self._vocab_size)
+                top = sorted(range(self._vocab_size), key=lambda token_id: -logprobs[token_id])
+                del top[row.num_candidates :]
+                drawn = row.token_ids[-1]
+                output[step.row] = PositionLogprobs(
+                    drawn, logprobs[drawn], 0, tuple(top), tuple(logprobs[it] for it in top)
+                )
+        return StepLogprobs(output)
 
     def _read(self, row: _Row, num_tokens: int) -> np.ndarray:
         num_blocks = -(-num_tokens // self._block_size)
@@ -213,11 +301,14 @@ class FakeEngine:
         eos_token_ids: tuple[int, ...] = (EOS,),
         enable_prefix_caching: bool = True,
         long_prefill_token_threshold: int = 0,
+        max_mixed_prefill_tokens: int = 0,
         policy: Policy | None = None,
         step_s: Callable[[int], float] | None = None,
+        num_host_blocks: int = 0,
+        costs: MeasuredCosts | None = None,
     ) -> None:
         """step_s: how long a step of so many tokens takes. Default: no time, with a
-        second between steps."""
+        second between steps. num_host_blocks: of the second tier; 0 is none."""
         self.limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -225,17 +316,25 @@ class FakeEngine:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            max_mixed_prefill_tokens=max_mixed_prefill_tokens,
         )
         self.clock = FakeClock()
-        self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching)
+        self.offload = None
+        if num_host_blocks:
+            self.offload = KVOffload(num_host_blocks, RestorePolicy(block_size, costs))
+        self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching, self.offload)
         self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
-        self.runner = FakeRunner(num_blocks, block_size, self.limits)
-        self.core = EngineCore(self.scheduler, self.runner, epoch=EPOCH, clock=self.clock)
+        self.runner = FakeRunner(num_blocks, block_size, self.limits, num_host_blocks)
+        self.core = EngineCore(
+            self.scheduler, self.runner, epoch=EPOCH, clock=self.clock, token_bytes=token_bytes
+        )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.unknown_aborts: list[tuple[int, int]] = []
         self.abort_to_free_s: list[float] = []
         self.stats: StepStats | None = None
         self.num_steps = 0
+        self._contents: dict[bytes, tuple[int, ...]] = {}
+        """Of every block that could ever be hit, by hash."""
         self._between_s = 1.0
         if step_s is not None:
             self._between_s = 0.0
@@ -292,6 +391,8 @@ class FakeEngine:
         self.clock.pass_time(self._between_s)
         self.num_steps += 1
         self.core.check_integrity()
+        if self.offload is not None:
+            self._check_contents(self.offload)
         for frontend_id, output in outputs.items():
             self._hear(frontend_id, output)
         return outputs
@@ -312,6 +413,16 @@ class FakeEngine:
         assert not self.scheduler.has_unfinished()
         self.core.check_integrity()
         assert self.kv_manager.num_free_blocks == self.kv_manager.num_usable_blocks
+
+    def _check_contents(self, offload: KVOffload) -> None:
+        """A hash stands for the same KV wherever and whenever it can be hit."""
+        for kv, items in (
+            (self.runner.kv, self.kv_manager.pool.cached_items()),
+            (self.runner.host_kv, offload.pool.settled_items()),
+        ):
+            for block_hash, block_id in items:
+                content = tuple(kv[block_id].tolist())
+                assert self._contents.setdefault(block_hash, content) == content, block_id
 
     def _hear(self, frontend_id: int, output: StepOutput) -> None:
         assert output.epoch == EPOCH

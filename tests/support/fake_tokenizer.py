@@ -85,9 +85,24 @@ class Sequence:
 class FakeTokenizer(
     tokenizer_pb2_grpc.TokenizerServiceServicer, detokenizer_pb2_grpc.DetokenizerServiceServicer
 ):
-    def __init__(self, *, address: str = "127.0.0.1:0", has_chat_template: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        address: str = "127.0.0.1:0",
+        has_chat_template: bool = True,
+        template_has_tools: bool = True,
+        tool_call_format: str = "hermes",
+        tool_call_special_tokens: tuple[str, ...] = (),
+    ) -> None:
         self._bind = address
         self._has_chat_template = has_chat_template
+        self._tools: dict[str, Any] = {
+            "chat_template_has_tools": template_has_tools,
+            "tool_call_format": tool_call_format,
+            "tool_call_special_tokens": tool_call_special_tokens,
+        }
+        self.chats: list[Any] = []
+        """ChatInputs that were rendered."""
         self.messages: list[Any] = []
         """Requests of the detokenize stream."""
         self.gate: asyncio.Event | None = None
@@ -140,12 +155,15 @@ class FakeTokenizer(
         for token in request.token_ids:
             if not 0 <= token < NUM_BYTES:
                 await _reject(context, "token_ids", f"token id {token} is unknown")
-        text = bytes(request.token_ids).decode("utf-8", errors="replace")
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        final = not request.complete_characters_only
+        text = decoder.decode(bytes(request.token_ids), final=final)
         return tokenizer_pb2.DetokenizeResponse(text=text)
 
     async def ApplyChatTemplate(self, request: Any, context: Any) -> Any:
+        self.chats.append(request.chat)
         for index, message in enumerate(request.chat.messages):
-            if message.role not in ("system", "user", "assistant"):
+            if message.role not in ("system", "user", "assistant", "tool"):
                 await _reject(context, f"chat.messages[{index}].role", "unknown role")
         if not request.chat.messages:
             await _reject(context, "chat", "no messages")
@@ -158,7 +176,15 @@ class FakeTokenizer(
 
     async def GetTokenizerInfo(self, request: Any, context: Any) -> Any:
         return detokenizer_pb2.GetTokenizerInfoResponse(
-            has_chat_template=self._has_chat_template, vocab_size=NUM_BYTES, num_workers=1
+            has_chat_template=self._has_chat_template,
+            vocab_size=NUM_BYTES,
+            num_workers=1,
+            **self._tools,
+        )
+
+    async def GetTokenBytes(self, request: Any, context: Any) -> Any:
+        return detokenizer_pb2.GetTokenBytesResponse(
+            tokens=[bytes([t]) if 0 <= t < NUM_BYTES else b"" for t in request.token_ids]
         )
 
     async def DetokenizeStream(

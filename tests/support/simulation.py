@@ -36,6 +36,7 @@ class Simulation:
         max_model_len: int = 2000,
         num_blocks: int = 100,
         long_prefill_token_threshold: int = 0,
+        max_mixed_prefill_tokens: int = 0,
     ) -> None:
         self.limits = SchedulerLimits(
             max_num_seqs,
@@ -43,6 +44,7 @@ class Simulation:
             max_model_len,
             VOCAB_SIZE,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            max_mixed_prefill_tokens=max_mixed_prefill_tokens,
         )
         self.kv_manager = KVManager(num_blocks, 16, enable_prefix_caching=False)
         self.scheduler = Scheduler(self.limits, self.kv_manager, policy)

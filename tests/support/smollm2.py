@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine_core.model.gguf_file import GgufFile
 from pagewire.config import EMBEDDED_MODEL
+from pagewire.gguf_file import GgufFile
 from pagewire.model_source import resolve_model
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from pagewire.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     model_pb2_grpc,
+    tokenizer_pb2_grpc,
 )
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Api:
     def __init__(self, channel: grpc.aio.Channel, admin: grpc.aio.Channel) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.models = model_pb2_grpc.ModelServiceStub(channel)
+        self.tokens = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(admin)
 
     async def stats(self) -> admin_pb2.GetStatsResponse:

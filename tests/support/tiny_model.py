@@ -208,11 +208,13 @@ def write_gguf(
     spec: TinySpec,
     kind: str = "F32",
     *,
+    kinds: dict[str, str] | None = None,
     rope_freqs: np.ndarray | None = None,
 ) -> Path:
     """The same model as write_hf, as llama.cpp's converter lays it out.
 
-    kind is the gguf type of the matrices; vectors are F32 always. q and k rows
+    kind is the gguf type of the matrices, kinds of those whose Hugging Face name has the
+    key in it; vectors are F32 always. q and k rows
     are interleaved, and a tied head is left out.
     """
     import gguf
@@ -239,7 +241,6 @@ def write_gguf(
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
     _write_gguf_tokenizer(writer, spec)
-    matrix_type = gguf.GGMLQuantizationType[kind]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.num_layers)
     for hf_name, tensor in tiny_weights(spec).items():
         name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
@@ -248,6 +249,8 @@ def write_gguf(
         if values.ndim == 1:
             writer.add_tensor(name, np.ascontiguousarray(values))
         else:
+            named = [other for part, other in (kinds or {}).items() if part in hf_name]
+            matrix_type = gguf.GGMLQuantizationType[named[0] if named else kind]
             writer.add_tensor(name, quantize(values, matrix_type), raw_dtype=matrix_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

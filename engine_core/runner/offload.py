@@ -1,0 +1,117 @@
+"""Copies KV blocks between the device and the host's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine_core.device.base import Device, Timer
+    from engine_core.model.inputs import KVCaches
+    from engine_core.sched.plan import BlockMoves
+
+_STAGING_BYTES = 16 << 20
+_WARM_UP_BLOCKS = 8
+
+
+class MoveTimes:
+    """What the moves of a step took, to be read once the device is past them."""
+
+    def __init__(self, offload: Timer | None, restore: Timer | None) -> None:
+        self._offload = offload
+        self._restore = restore
+
+    @property
+    def offload_s(self) -> float:
+        return self._offload.seconds() if self._offload is not None else 0.0
+
+    @property
+    def restore_s(self) -> float:
+        return self._restore.seconds() if self._restore is not None else 0.0
+
+
+NO_TIMES = MoveTimes(None, None)
+
+
+class HostKV:
+    """The host's KV blocks, [num_host_blocks, 2 * layers, elements of a block], and the
+    copies to and from them.
+
+    A block lies in one piece on the host and in one piece per layer's keys and values
+    on the device. So a copy goes through a staging buffer on the device: there it is
+    gathered or scattered by one call a layer, whatever the number of blocks, and
+    crosses the bus in one piece a block. All of it is queued on the device's own stream,
+    between the steps before and the step that the plan is of, and the host waits for
+    nothing.
+    """
+
+    def __init__(self, device: Device, kv_caches: KVCaches, num_host_blocks: int) -> None:
+        self._device = device
+        # [N, elements of a block] each
+        self._caches = [cache.view(len(cache), -1) for pair in kv_caches for cache in pair]
+        first = self._caches[0]
+        block = (len(self._caches), first.shape[1])
+        self.blocks = device.host_buffer((num_host_blocks, *block), first.dtype)
+        block_bytes = block[0] * block[1] * first.element_size()
+        self._num_staged = max(1, min(num_host_blocks, _STAGING_BYTES // block_bytes))
+        self._staging = torch.empty(
+            (self._num_staged, *block), dtype=first.dtype, device=device.torch_device
+        )
+
+    def move(self, moves: BlockMoves) -> MoveTimes:
+        """Queues the offloads, then the restores."""
+        offload = restore = None
+        if moves.offload:
+            offload = self._device.timer()
+            self._offload(moves.offload)
+            offload.stop()
+        if moves.restore:
+            restore = self._device.timer()
+            self._restore(moves.restore)
+            restore.stop()
+        return MoveTimes(offload, restore)
+
+    def measure_restore(self) -> float:
+        """Seconds that a block takes, before anything is in either tier.
+
+        Block 0 of the device, which nobody reads, is written.
+        """
+        num_blocks = min(_WARM_UP_BLOCKS, len(self.blocks))
+        self.blocks[:num_blocks].zero_()
+        seconds = []
+        for _ in range(2):  # the first one pays for what first calls pay
+            timer = self._device.timer()
+            self._restore([(host_id, 0) for host_id in range(num_blocks)])
+            timer.stop()
+            self._device.fence().wait()
+            seconds.append(timer.seconds())
+        return seconds[-1] / num_blocks
+
+    def _offload(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for block_ids, host_ids in self._batches(pairs):
+            staged = self._staging[: len(host_ids)]
+            index = torch.tensor(block_ids, device=self._device.torch_device)
+            for layer, cache in enumerate(self._caches):
+                staged[:, layer] = cache.index_select(0, index)
+            for at, host_id in enumerate(host_ids):
+                self.blocks[host_id].copy_(staged[at], non_blocking=True)
+
+    def _restore(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for host_ids, block_ids in self._batches(pairs):
+            staged = self._staging[: len(host_ids)]
+            for at, host_id in enumerate(host_ids):
+                staged[at].copy_(self.blocks[host_id], non_blocking=True)
+            index = torch.tensor(block_ids, device=self._device.torch_device)
+            for layer, cache in enumerate(self._caches):
+                cache.index_copy_(0, index, staged[:, layer])
+
+    def _batches(
+        self, pairs: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(sources, targets), as many at a time as can be staged."""
+        for start in range(0, len(pairs), self._num_staged):
+            sources, targets = zip(*pairs[start : start + self._num_staged], strict=True)
+            yield sources, targets

@@ -1,0 +1,155 @@
+"""Hundreds of requests of all kinds at once over a real model: what each gets alone.
+
+The KV pool is so small that they are preempted, chunked and moved to the host, and
+many share prefixes or prompts. The ops are the batch-invariant ones: otherwise, in some
+ten thousand draws, one lies so close to the edge between two tokens that the order of a
+sum decides. The same with random schedules over a model of integers
+is in tests/engine_core/test_core_random.py.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagewire.types import FinishReason, SamplingParams, StructuredOutput
+from tests.parity.harness import Engine, load
+from tests.parity.schedules import Asked, Grammars, serve
+from tests.support.tiny_model import EOS_ID, TinySpec, write_hf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.parity.harness import Loaded
+
+NUM_REQUESTS = 220
+SPEC = TinySpec(seed=41)
+WANTED = (
+    StructuredOutput("regex", "[a-m]{5,20}!"),
+    StructuredOutput("choice", '["the first of the choices", "the second", "日本語"]'),
+    StructuredOutput("json_schema", '{"type":"array","items":{"enum":[1,22,333]},"maxItems":3}'),
+)
+
+
+def plain(rng: random.Random) -> dict[str, Any]:
+    return {"ignore_eos": rng.random() < 0.5, "top_p": rng.choice([1.0, 0.9])}
+
+
+def greedy(rng: random.Random) -> dict[str, Any]:
+    return {"temperature": 0.0, "stop_token_ids": (rng.randrange(2, SPEC.vocab_size),)}
+
+
+def penalized(rng: random.Random) -> dict[str, Any]:
+    return {
+        "repetition_penalty": rng.choice([1.0, 1.3]),
+        "presence_penalty": rng.choice([0.0, 0.5]),
+        "frequency_penalty": 0.4,
+        "min_tokens": rng.choice([0, 1]),
+    }
+
+
+def masked(rng: random.Random) -> dict[str, Any]:
+    some = tuple(sorted(rng.sample(range(2, SPEC.vocab_size), 40)))
+    return {
+        "logit_bias": ((rng.choice(some), 4.0), (7, -100.0)),
+        "bad_words": ((some[0],), (some[1], some[2])),
+        "allowed_token_ids": some if rng.random() < 0.5 else None,
+    }
+
+
+def reported(rng: random.Random) -> dict[str, Any]:
+    return {"logprobs": rng.choice([0, 3]), "prompt_logprobs": rng.choice([None, 2])}
+
+
+def constrained(rng: random.Random) -> dict[str, Any]:
+    return {"structured_output": rng.choice(WANTED), "max_tokens": 40}
+
+
+KINDS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
+    *(plain, greedy, penalized, masked, reported, constrained),
+)
+"""What to add a new kind of request to: a function that draws its sampling parameters."""
+
+
+def draw_requests(rng: random.Random) -> list[Asked]:
+    stems = [[rng.randrange(2, SPEC.vocab_size) for _ in range(60)] for _ in range(6)]
+    asked: list[Asked] = []
+    while len(asked) < NUM_REQUESTS:
+        prompt = rng.choice(stems)[: rng.choice([0, 17, 40, 60])]
+        prompt = prompt + [rng.randrange(2, SPEC.vocab_size) for _ in range(rng.randint(1, 25))]
+        params = {"max_tokens": rng.randint(1, 24), "seed": rng.getrandbits(64)}
+        one = Asked(
+            prompt,
+            SamplingParams(**(params | rng.choice(KINDS)(rng))),
+            arrives=rng.randint(0, 60),
+            aborts=None,
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            tenant=rng.choice(["", "a", "b"]),
+            cache_salt=rng.choice(["", "", "", "x"]),
+            skip_prefix_cache=rng.random() < 0.1,
+        )
+        asked.append(one)
+        if rng.random() < 0.15 and one.sampling.prompt_logprobs is None:
+            asked += [replace(one, sample_index=n, leader=one) for n in range(1, 4)]
+    for one in asked:
+        if rng.random() < 0.12:
+            one.aborts = one.arrives + rng.randint(0, 30)
+    return sorted(asked, key=lambda one: one.arrives)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("mixed") / "model", SPEC)
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> Loaded:
+    return load(str(model), "cpu", batch_invariant=True)
+
+
+@pytest.fixture(scope="module")
+def grammars(model: Path) -> Iterator[Grammars]:
+    grammars = Grammars(model, SPEC.vocab_size, EOS_ID)
+    yield grammars
+    grammars.gate.close()
+
+
+def test_mixed_requests_get_what_they_get_alone(loaded: Loaded, grammars: Grammars) -> None:
+    asked = draw_requests(random.Random(4))
+    roomy = Engine(loaded, grammars=grammars.gate)
+    alone = [
+        serve(roomy, [replace(one, arrives=0, aborts=None, leader=None)], grammars)[0]
+        for one in asked
+    ]
+    engine = Engine(
+        loaded,
+        num_blocks=31,
+        block_size=8,
+        max_num_seqs=12,
+        max_num_batched_tokens=37,
+        prefix_caching=True,
+        num_host_blocks=60,
+        grammars=grammars.gate,
+    )
+    together = serve(engine, asked, grammars)
+    num_aborted = 0
+    for number, (one, mine, expected) in enumerate(zip(asked, together, alone, strict=True)):
+        if mine.reason is FinishReason.ABORT:
+            num_aborted += 1
+            assert one.aborts is not None, number
+            assert mine.ids == expected.ids[: len(mine.ids)], (number, one)
+            continue
+        assert mine.ids == expected.ids, (number, one)
+        assert mine.reason == expected.reason, (number, one)
+        assert (mine.output, mine.prompt) == (expected.output, expected.prompt), (number, one)
+    stats = engine.core.stats()
+    assert num_aborted > 5
+    assert stats.total_preemptions > 5
+    assert stats.prefix_cache_hits > 100
+    assert stats.total_offloaded_blocks > 20
+    assert stats.total_restored_blocks > 0
+    assert {answer.reason for answer in alone} == {FinishReason.STOP, FinishReason.LENGTH}
