@@ -22,7 +22,7 @@ _WAITING_MESSAGES = 4
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        config = load_config(TokenizerConfig, argv)
+        config = load_config(TokenizerConfig, argv, prog="python -m tokenizer_svc")
         setup_logging("tokenizer_svc", config.log_level, config.log_format)
         _serve(config)
     except (ConfigError, ModelLoadError, InternalError) as error:
@@ -35,7 +35,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(config: TokenizerConfig) -> None:
     source = resolve_model(config.model, config.served_model_name)
-    load = Load(str(source.path), config.chat_template, config.log_level, config.log_format)
+    load = Load(
+        str(source.path),
+        config.chat_template,
+        config.log_level,
+        config.log_format,
+        config.tool_call_parser,
+    )
     # The workers load while this process imports gRPC, and exist before it has threads.
     pool = WorkerPool(
         load,

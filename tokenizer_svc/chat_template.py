@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from pagewire.errors import InvalidRequest
+from pagewire.tools import read_arguments
+from tokenizer_svc.tool_format import has_tools
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from pagewire.tools import Tool
     from tokenizer_svc.messages import ChatMessage
+
+    # The renderer takes functions too, and lists are invariant.
+    _Schema = dict[str, Any] | Callable[..., Any]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +42,7 @@ _RESERVED = frozenset(
         "add_generation_prompt",
         "continue_final_message",
         "return_assistant_tokens_mask",
+        "tools",  # chat.tools
         "self",  # jinja's own argument
     }
 )
@@ -49,6 +56,7 @@ class ChatTemplate:
 
     def __init__(self, template: str | None, special_tokens: Mapping[str, str]) -> None:
         self._template = template
+        self._has_tools = has_tools(template)
         self._special_tokens = dict(special_tokens)
         self._limit = _RenderLimit(MAX_RENDERED_CHARS, MAX_RENDER_SECONDS)
 
@@ -69,8 +77,10 @@ class ChatTemplate:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
-        """The prompt text, with whatever BOS the template writes.
+        """The prompt text, with whatever BOS the template writes. Tools have passed
+        pagewire.tools.check_tools.
 
         `add_generation_prompt` None means True unless `continue_final_message`.
         Continuing leaves out all that the template puts after the last message's
@@ -80,18 +90,36 @@ class ChatTemplate:
         if self._template is None:
             raise InvalidRequest("chat", "the model has no chat template")
         _check(messages, add_generation_prompt, continue_final_message, template_kwargs or {})
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        self._check_tools(messages, tools)
+        conversation = [_as_dict(index, message) for index, message in enumerate(messages)]
+        schemas: list[_Schema] | None = [_schema(tool) for tool in tools] or None
         if continue_final_message:
             content = messages[-1].content
             conversation[-1]["content"] = f"{content}{_MARK} "
-            text = self._render(conversation, False, template_kwargs or {})
+            text = self._render(conversation, schemas, False, template_kwargs or {})
             return _cut_at_mark(text, content)
         generation = True if add_generation_prompt is None else add_generation_prompt
-        return self._render(conversation, generation, template_kwargs or {})
+        return self._render(conversation, schemas, generation, template_kwargs or {})
+
+    def _check_tools(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> None:
+        """A template that leaves out what it does not know would have the model answer
+        another question."""
+        assert self._template is not None
+        if tools and not self._has_tools:
+            raise InvalidRequest("chat.tools", "the model's chat template has no tools")
+        if "tool_calls" in self._template:
+            return
+        for index, message in enumerate(messages):
+            if message.tool_calls:
+                raise InvalidRequest(
+                    f"chat.messages[{index}].tool_calls",
+                    "the model's chat template has no tool_calls",
+                )
 
     def _render(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
+        tools: list[_Schema] | None,
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
@@ -102,6 +130,7 @@ class ChatTemplate:
             self._limit.start(self._template)
             rendered = chat_template_utils.render_jinja_template(
                 [conversation],
+                tools=tools,
                 chat_template=self._template,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **template_kwargs},
@@ -116,6 +145,35 @@ class ChatTemplate:
             raise InvalidRequest("chat", _shorten(f"chat template: {problem}")) from error
         text: str = rendered[0]
         return text
+
+
+def _as_dict(index: int, message: ChatMessage) -> dict[str, Any]:
+    """As templates name it: a key that does not apply is not there. Raises InvalidRequest."""
+    values: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        field = f"chat.messages[{index}].tool_calls"
+        values["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": read_arguments(call, f"{field}[{number}]"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        values["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        values["name"] = message.name
+    return values
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
 
 
 def _check(

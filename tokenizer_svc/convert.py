@@ -10,8 +10,18 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from pagewire.errors import InvalidRequest, PagewireError, QueueFull, Unavailable
+from pagewire.tools import Tool, ToolCall, check_tools, plain_schema
 from pagewire.v1 import detokenizer_pb2, tokenizer_pb2
-from tokenizer_svc.messages import Chat, ChatMessage, Decode, Encode, Open, pack_ids, unpack_ids
+from tokenizer_svc.messages import (
+    Chat,
+    ChatMessage,
+    Decode,
+    Encode,
+    Open,
+    Spell,
+    pack_ids,
+    unpack_ids,
+)
 from tokenizer_svc.stream import StepRequest
 
 if TYPE_CHECKING:
@@ -19,7 +29,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from tokenizer_svc.messages import Decoded, Encoded, Loaded
+    from pagewire.v1 import common_pb2
+    from tokenizer_svc.messages import Decoded, Encoded, Loaded, Spelled
     from tokenizer_svc.stream import StepResponse
 
 DOMAIN = "pagewire"
@@ -45,24 +56,37 @@ def encode_response(reply: Encoded) -> tokenizer_pb2.TokenizeResponse:
 def decode_request(request: tokenizer_pb2.DetokenizeRequest) -> Callable[[int], Decode]:
     ids = pack_ids(request.token_ids)
     skip_special_tokens = _or_true(request, "skip_special_tokens")
-    return lambda call: Decode(call, ids, skip_special_tokens)
+    spaces = _or_true(request, "spaces_between_special_tokens")
+    complete_only = request.complete_characters_only
+    return lambda call: Decode(call, ids, skip_special_tokens, spaces, complete_only)
 
 
 def decode_response(reply: Decoded) -> tokenizer_pb2.DetokenizeResponse:
     return tokenizer_pb2.DetokenizeResponse(text=reply.text)
 
 
+def spell_request(request: detokenizer_pb2.GetTokenBytesRequest) -> Callable[[int], Spell]:
+    ids = pack_ids(request.token_ids)
+    return lambda call: Spell(call, ids)
+
+
+def spell_response(reply: Spelled) -> detokenizer_pb2.GetTokenBytesResponse:
+    return detokenizer_pb2.GetTokenBytesResponse(tokens=reply.tokens)
+
+
 def chat_request(request: tokenizer_pb2.ApplyChatTemplateRequest) -> Callable[[int], Chat]:
-    """Raises InvalidRequest if template_kwargs holds a number JSON has no form for."""
+    """Raises InvalidRequest for a bad tool, and for a number that JSON has no form for."""
     chat = request.chat
-    messages = [ChatMessage(message.role, message.content) for message in chat.messages]
+    messages = [_message(message) for message in chat.messages]
+    tools = [_tool(tool, index) for index, tool in enumerate(chat.tools)]
+    check_tools(tools)
     generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
     try:
         template_kwargs: dict[str, Any] = json_format.MessageToDict(chat.template_kwargs)
     except (json_format.Error, ValueError) as error:
         raise InvalidRequest("chat.template_kwargs", f"not JSON: {error}") from None
     continuing = chat.continue_final_message
-    return lambda call: Chat(call, messages, generation, continuing, template_kwargs)
+    return lambda call: Chat(call, messages, generation, continuing, template_kwargs, tools)
 
 
 def chat_response(reply: Encoded) -> tokenizer_pb2.ApplyChatTemplateResponse:
@@ -76,6 +100,9 @@ def info_response(facts: Loaded, num_workers: int) -> detokenizer_pb2.GetTokeniz
         has_chat_template=facts.has_chat_template,
         vocab_size=facts.vocab_size,
         num_workers=num_workers,
+        tool_call_format=facts.tool_call_format,
+        chat_template_has_tools=facts.template_has_tools,
+        tool_call_special_tokens=facts.tool_call_special_tokens,
     )
 
 
@@ -147,4 +174,26 @@ def _open(opening: detokenizer_pb2.OpenSequence) -> Open:
         replay_token_ids=list(opening.replay_token_ids),
         replay_emitted_chars=opening.replay_emitted_chars,
         min_tokens=opening.min_tokens,
+        spaces_between_special_tokens=opening.spaces_between_special_tokens,
+        kept_special_tokens=list(opening.kept_special_tokens),
     )
+
+
+def _message(message: common_pb2.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        message.role,
+        message.content,
+        [ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls],
+        message.tool_call_id if message.HasField("tool_call_id") else None,
+        message.name if message.HasField("name") else None,
+    )
+
+
+def _tool(tool: common_pb2.Tool, index: int) -> Tool:
+    if not tool.HasField("parameters"):
+        return Tool(tool.name, tool.description)
+    try:
+        parameters = plain_schema(json_format.MessageToDict(tool.parameters))
+    except (json_format.Error, ValueError) as error:
+        raise InvalidRequest(f"chat.tools[{index}].parameters", f"not JSON: {error}") from None
+    return Tool(tool.name, tool.description, parameters)

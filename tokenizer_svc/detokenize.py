@@ -20,14 +20,16 @@ the tokenizer's.
 from __future__ import annotations
 
 from codecs import utf_8_decode
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from tokenizers.decoders import DecodeStream
 
+from tokenizer_svc.spelled_tokens import SpelledTokenDecoder
 from tokenizer_svc.token_bytes import token_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tokenizers import Tokenizer
 
@@ -57,16 +59,81 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = token_bytes(tokenizer)
+        self._special = {
+            index: token.content
+            for index, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._keeping: dict[tuple[str, ...], TokenBytes] = {}
+        """By kept tokens: a frontend always asks for the same."""
 
-    def decoder(self, prompt_tail: Sequence[int], *, skip_special_tokens: bool) -> Decoder:
-        """A decoder for an output that follows a prompt ending in `prompt_tail`."""
+    def decoder(
+        self,
+        prompt_tail: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        kept_special_tokens: Sequence[str] = (),
+    ) -> Decoder:
+        """A decoder for an output that follows a prompt ending in `prompt_tail`.
+
+        kept_special_tokens stay in the text where the others are skipped.
+        """
+        kept = tuple(kept_special_tokens) if skip_special_tokens else ()
         if self._bytes is not None:
-            return ByteDecoder(self._bytes, prompt_tail, skip_special_tokens)
-        return StreamDecoder(self._tokenizer, prompt_tail, skip_special_tokens)
+            # A joining of bytes: it puts no spaces.
+            return ByteDecoder(self._tables(self._bytes, kept), prompt_tail, skip_special_tokens)
+        spelled: Mapping[int, str] = {}
+        if kept:
+            spelled = {i: text for i, text in self._special.items() if text in kept}
+        elif not (skip_special_tokens or spaces_between_special_tokens):
+            spelled = self._special
+        if not spelled:
+            return StreamDecoder(self._tokenizer, prompt_tail, skip_special_tokens)
+        return SpelledTokenDecoder(
+            lambda tail: StreamDecoder(self._tokenizer, tail, skip_special_tokens),
+            prompt_tail,
+            spelled,
+            anywhere=bool(kept),
+        )
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of all ids, which must be in the vocabulary."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        complete_characters_only: bool = False,
+    ) -> str:
+        """The text of all ids, which must be in the vocabulary.
+
+        complete_characters_only leaves out a character that the last ids only begin.
+        """
+        if spaces_between_special_tokens and not complete_characters_only:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        decoder = self.decoder(
+            [],
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        text = decoder.feed(ids)
+        return text if complete_characters_only else text + decoder.flush()
+
+    def spell(self, token_id: int) -> bytes:
+        """What a token stands for by itself; b"" for an id outside the vocabulary."""
+        if self._bytes is not None:
+            return self._bytes.all_tokens.get(token_id, b"")
+        if not 0 <= token_id <= _MAX_ID:
+            return b""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def _tables(self, tables: TokenBytes, kept: tuple[str, ...]) -> TokenBytes:
+        if not kept:
+            return tables
+        if kept not in self._keeping:
+            back = {i: text.encode() for i, text in self._special.items() if text in kept}
+            self._keeping[kept] = replace(tables, no_special=tables.no_special | back)
+        return self._keeping[kept]
 
 
 class ByteDecoder:

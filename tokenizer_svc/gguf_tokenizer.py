@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from tokenizer_svc.gguf_metadata import Value
+    from pagewire.gguf_file import Value
 
 T = TypeVar("T", str, int, float)
 

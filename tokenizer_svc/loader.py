@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pagewire.errors import ConfigError, ModelLoadError
-from tokenizer_svc.gguf_metadata import read_gguf_metadata
+from pagewire.gguf_file import GgufFile
 from tokenizer_svc.gguf_tokenizer import GGUF_TOKENIZER_PREFIX, build_gguf_tokenizer
 
 _NAMED_TOKENS = (
@@ -52,7 +52,7 @@ def load_tokenizer(path: Path, chat_template_file: str | None = None) -> LoadedT
 
 
 def _load_gguf(path: Path) -> LoadedTokenizer:
-    built = build_gguf_tokenizer(read_gguf_metadata(path, [GGUF_TOKENIZER_PREFIX]), path)
+    built = build_gguf_tokenizer(GgufFile(path).read_metadata(GGUF_TOKENIZER_PREFIX), path)
     return LoadedTokenizer(
         _never_cut(built.tokenizer),
         _vocab_size(built.tokenizer),

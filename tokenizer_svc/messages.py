@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from array import array
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+from pagewire.tools import Tool, ToolCall, ToolCallFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,6 +37,7 @@ class Load(Message, frozen=True):
     chat_template: str | None
     log_level: str
     log_format: str
+    tool_call_parser: ToolCallFormat | Literal["auto"] = "auto"
 
 
 class Encode(Message, frozen=True):
@@ -47,11 +50,23 @@ class Decode(Message, frozen=True):
     call: int
     token_ids: bytes
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool = True
+    complete_characters_only: bool = False
+
+
+class Spell(Message, frozen=True):
+    """Asks for the bytes of single tokens."""
+
+    call: int
+    token_ids: bytes
 
 
 class ChatMessage(Message, frozen=True):
     role: str
     content: str
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class Chat(Message, frozen=True):
@@ -62,6 +77,7 @@ class Chat(Message, frozen=True):
     add_generation_prompt: bool | None
     continue_final_message: bool
     template_kwargs: dict[str, Any]
+    tools: list[Tool] = []
 
 
 class Open(Message, frozen=True):
@@ -75,6 +91,8 @@ class Open(Message, frozen=True):
     replay_token_ids: list[int]
     replay_emitted_chars: int
     min_tokens: int = 0
+    spaces_between_special_tokens: bool = True
+    kept_special_tokens: list[str] = []
 
 
 class Step(Message, frozen=True):
@@ -105,6 +123,9 @@ class Loaded(Message, frozen=True):
 
     has_chat_template: bool
     vocab_size: int
+    tool_call_format: ToolCallFormat = "none"
+    template_has_tools: bool = False
+    tool_call_special_tokens: list[str] = []
 
 
 class LoadFailed(Message, frozen=True):
@@ -124,6 +145,11 @@ class Encoded(Message, frozen=True):
 class Decoded(Message, frozen=True):
     call: int
     text: str
+
+
+class Spelled(Message, frozen=True):
+    call: int
+    tokens: list[bytes]
 
 
 class Stop(Message, frozen=True):
@@ -159,8 +185,8 @@ class Failed(Message, frozen=True):
     message: str
 
 
-ToWorker = Load | Encode | Decode | Chat | Step | DropStream
-FromWorker = Loaded | LoadFailed | Encoded | Decoded | StepDone | Failed
+ToWorker = Load | Encode | Decode | Spell | Chat | Step | DropStream
+FromWorker = Loaded | LoadFailed | Encoded | Decoded | Spelled | StepDone | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

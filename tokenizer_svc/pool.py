@@ -230,8 +230,8 @@ class WorkerPool:
         """Has a request served by the worker with the least waiting, and once more by
         another if that one dies. `message` makes it from its call number.
 
-        Returns Encoded for Encode and Chat, Decoded for Decode. Raises InvalidRequest,
-        InternalError, QueueFull or Unavailable.
+        Returns Encoded for Encode and Chat, Decoded for Decode, Spelled for Spell. Raises
+        InvalidRequest, InternalError, QueueFull or Unavailable.
         """
         waiting = sum(worker.load_bytes for worker in self._workers)
         if waiting and waiting + size > self._max_waiting_bytes:
@@ -296,6 +296,7 @@ class WorkerPool:
                 continue
             worker._on_death = self._died
             if not worker.live:
+                self.deaths += 1  # it was live for a moment, and may have been given sequences
                 continue
             log.info("worker %d (pid %d) serves", index, worker.process.pid)
             self._notify()

@@ -21,7 +21,10 @@ class OutputSequence:
     def __init__(self, detokenizer: Detokenizer, opening: Open) -> None:
         """Raises ValueError for an empty stop string."""
         self._decoder = detokenizer.decoder(
-            opening.prompt_tail, skip_special_tokens=opening.skip_special_tokens
+            opening.prompt_tail,
+            skip_special_tokens=opening.skip_special_tokens,
+            spaces_between_special_tokens=opening.spaces_between_special_tokens,
+            kept_special_tokens=opening.kept_special_tokens,
         )
         self._matcher = (
             StopMatcher(opening.stop, include_stop_str=opening.include_stop_str_in_output)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pagewire import collector
 from pagewire.errors import ConfigError
 from pagewire.obs import ready
 from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
@@ -135,6 +136,7 @@ async def run(config: TokenizerConfig, pool: WorkerPool, model_name: str) -> Non
                 await starting
             return
         await starting
+        collector.settle()
         await stopping
         log.info("draining")
         await server.drain(at_once)

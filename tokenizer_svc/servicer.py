@@ -9,6 +9,8 @@ import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from pagewire.errors import InternalError, PagewireError, Unavailable
 from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 from tokenizer_svc import convert
@@ -16,8 +18,6 @@ from tokenizer_svc.stream import DetokenizeSession, PendingStep
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import grpc
 
     from tokenizer_svc.pool import WorkerPool
 
@@ -107,6 +107,11 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServiceServicer):
                 raise Unavailable("loading", "the tokenizer is loading", retry_after=1.0)
             return convert.info_response(self._pool.facts, self._pool.num_workers)
 
+    async def GetTokenBytes(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async with self._work.call(), as_status(context):
+            make = convert.spell_request(request)
+            return convert.spell_response(await self._pool.call(make, request.ByteSize()))
+
     async def DetokenizeStream(
         self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
@@ -135,6 +140,9 @@ async def _read(request_iterator: Any, session: DetokenizeSession, steps: _Steps
     try:
         async for request in request_iterator:
             await steps.put(await session.submit(convert.step_request(request)))
+    except grpc.aio.BaseError:
+        # The client or this server is gone, and nobody waits for an answer.
+        await steps.put(None)
     except Exception as error:
         await steps.put(error)
     else:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenizer_svc.messages import Open
     from tokenizer_svc.pool import Worker, WorkerPool
 
+WORKER_DIED = "the tokenizer worker died"
 _MAX_ENDED = 65_536
 
 
@@ -53,7 +54,8 @@ class PendingStep:
     """A step that the workers have and whose response is not made yet."""
 
     step: int
-    parts: list[tuple[Worker, asyncio.Future[StepDone]]]
+    parts: list[tuple[Step, asyncio.Future[StepDone]]]
+    """For each worker, what it was sent and its answer."""
 
 
 class DetokenizeSession:
@@ -94,7 +96,7 @@ class DetokenizeSession:
         return PendingStep(
             request.step,
             [
-                (worker, worker.send(share, share.call, len(share.token_ids)))
+                (share, worker.send(share, share.call, len(share.token_ids)))
                 for worker, share in shares.items()
             ],
         )
@@ -104,10 +106,16 @@ class DetokenizeSession:
         `errors`. Raises InternalError for a bug in a worker."""
         self.num_pending -= 1
         response = StepResponse(pending.step)
-        for _, future in pending.parts:
+        for share, future in pending.parts:
             try:
                 done = await future
             except WorkerGone:
+                # Those that end with this step or one after it have no owner any more.
+                self._errors += [
+                    Lost(sequence, WORKER_DIED)
+                    for sequence in share.sequences
+                    if sequence not in self._owners and sequence not in self._ended
+                ]
                 continue
             self._add(response, done)
         self._collect_lost()
@@ -179,7 +187,7 @@ class DetokenizeSession:
         for sequence, worker in list(self._owners.items()):
             if not worker.live:
                 self._end(sequence)
-                self._errors.append(Lost(sequence, "the tokenizer worker died"))
+                self._errors.append(Lost(sequence, WORKER_DIED))
 
     def _end(self, sequence: int) -> None:
         """It has ended before the frontend said so."""

@@ -29,6 +29,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagewire import collector
 from pagewire.errors import ConfigError, InvalidRequest, ModelLoadError
 from pagewire.obs.logging import setup_logging
 from tokenizer_svc.chat_template import ChatTemplate
@@ -50,6 +51,8 @@ from tokenizer_svc.messages import (
     LoadFailed,
     Lost,
     Open,
+    Spell,
+    Spelled,
     Step,
     StepDone,
     Stop,
@@ -60,6 +63,7 @@ from tokenizer_svc.messages import (
     unpack_ids,
 )
 from tokenizer_svc.sequence import OutputSequence, resume
+from tokenizer_svc.tool_format import find_format, has_tools, special_markers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +72,7 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS = 32_768
 SHORT_BATCH = 256
+_Job = Encode | Chat | Decode | Spell
 
 
 class Channel:
@@ -178,12 +183,13 @@ def _add_row(done: StepDone, sequence_id: int, sequence: OutputSequence, text: s
 
 
 class EncodeLane:
-    """A thread that serves Encode, Chat and Decode in batches of what is waiting."""
+    """A thread that serves Encode, Chat, Decode and Spell in batches of what is waiting."""
 
     def __init__(
         self,
         name: str,
         loaded: LoadedTokenizer,
+        detokenizer: Detokenizer,
         template: ChatTemplate,
         send: Callable[[FromWorker], None],
         *,
@@ -191,15 +197,16 @@ class EncodeLane:
     ) -> None:
         self._max_batch = max_batch
         self._loaded = loaded
+        self._detokenizer = detokenizer
         self._template = template
         self._send = send
-        self._waiting: queue.SimpleQueue[Encode | Chat | Decode] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, job: Encode | Chat | Decode) -> None:
+    def put(self, job: _Job) -> None:
         self._waiting.put(job)
 
     def _run(self) -> None:
@@ -213,13 +220,16 @@ class EncodeLane:
             except OSError:  # the server is gone; the main thread sees it too
                 return
 
-    def serve(self, jobs: list[Encode | Chat | Decode]) -> None:
+    def serve(self, jobs: list[_Job]) -> None:
         """Answers every job, each exactly once."""
         texts: dict[bool, list[tuple[int, str, bool]]] = {False: [], True: []}
         for job in jobs:
             try:
                 if isinstance(job, Decode):
                     self._send(Decoded(job.call, self._decode(job)))
+                elif isinstance(job, Spell):
+                    ids = unpack_ids(job.token_ids)
+                    self._send(Spelled(job.call, [self._detokenizer.spell(id_) for id_ in ids]))
                 elif isinstance(job, Encode):
                     check_text(job.text, "text")
                     texts[job.add_special_tokens].append((job.call, job.text, False))
@@ -258,7 +268,12 @@ class EncodeLane:
             raise InvalidRequest(
                 f"token_ids[{index}]", f"{ids[index]} is outside the vocabulary of {size} tokens"
             )
-        return self._loaded.tokenizer.decode(ids, skip_special_tokens=job.skip_special_tokens)
+        return self._detokenizer.decode(
+            ids,
+            skip_special_tokens=job.skip_special_tokens,
+            spaces_between_special_tokens=job.spaces_between_special_tokens,
+            complete_characters_only=job.complete_characters_only,
+        )
 
     def _render(self, job: Chat) -> str:
         for index, message in enumerate(job.messages):
@@ -269,6 +284,7 @@ class EncodeLane:
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,
             template_kwargs=job.template_kwargs,
+            tools=job.tools,
         )
         check_text(text, "chat")
         return text
@@ -288,11 +304,12 @@ def log_bug(what: str, error: Exception) -> str:
     return f"{what} failed; incident {incident}"
 
 
-def length_of(job: Encode | Chat | Decode) -> int:
+def length_of(job: _Job) -> int:
     if isinstance(job, Encode):
         return len(job.text)
-    if isinstance(job, Decode):
+    if isinstance(job, Decode | Spell):
         return len(job.token_ids)
+    # A tool's schema is small beside what makes a lane long.
     return sum(len(message.content) for message in job.messages)
 
 
@@ -308,22 +325,40 @@ def serve(channel: Channel) -> None:
     except (ModelLoadError, ConfigError) as error:
         channel.send(LoadFailed(str(error), isinstance(error, ConfigError)))
         return
-    steps = StepServer(Detokenizer(loaded.tokenizer))
+    detokenizer = Detokenizer(loaded.tokenizer)
+    steps = StepServer(detokenizer)
     template = ChatTemplate(loaded.chat_template, loaded.special_tokens)
-    short = EncodeLane("short", loaded, template, channel.send, max_batch=SHORT_BATCH)
-    long = EncodeLane("long", loaded, template, channel.send, max_batch=1)
+    short = EncodeLane("short", loaded, detokenizer, template, channel.send, max_batch=SHORT_BATCH)
+    long = EncodeLane("long", loaded, detokenizer, template, channel.send, max_batch=1)
     short.start()
     long.start()
-    channel.send(Loaded(loaded.chat_template is not None, loaded.vocab_size))
+    channel.send(_facts(loaded, load))
     # Steps and plain texts need not wait for this; a chat does, on the import's lock.
-    threading.Thread(target=template.prepare, name="prepare", daemon=True).start()
+    threading.Thread(target=_prepare, args=(template,), name="prepare", daemon=True).start()
     while (message := channel.receive()) is not None:
         if isinstance(message, Step):
             channel.send(steps.step(message))
         elif isinstance(message, DropStream):
             steps.drop(message.stream)
-        elif isinstance(message, Encode | Chat | Decode):
+        elif isinstance(message, _Job):
             (long if length_of(message) > LONG_TEXT_CHARS else short).put(message)
+
+
+def _facts(loaded: LoadedTokenizer, load: Load) -> Loaded:
+    template, wanted = loaded.chat_template, load.tool_call_parser
+    tool_call_format = find_format(template) if wanted == "auto" else wanted
+    return Loaded(
+        template is not None,
+        loaded.vocab_size,
+        tool_call_format,
+        has_tools(template),
+        special_markers(tool_call_format, loaded.tokenizer),
+    )
+
+
+def _prepare(template: ChatTemplate) -> None:
+    template.prepare()
+    collector.settle()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -248,3 +248,13 @@ class TestWordPiece:
         sut = Detokenizer(tokenizer).decoder([game], skip_special_tokens=True)
         deltas = one_by_one(sut, [separator] * 100 + [game])
         assert "".join(deltas) == " game"
+
+
+def test_single_tokens_of_another_decoder() -> None:
+    """WordPiece joins no bytes: a token is what it decodes to by itself."""
+    tokenizer = word_piece_tokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    for token_id in range(tokenizer.get_vocab_size()):
+        alone = tokenizer.decode([token_id], skip_special_tokens=False)
+        assert detokenizer.spell(token_id).decode() == alone
+    assert detokenizer.spell(-1) == detokenizer.spell(10**6) == b""

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -18,8 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1.detokenizer_pb2 import OpenSequence
 from pagewire.v1.tokenizer_pb2 import TokenizeRequest
 from tests.tokenizer_svc.service import Service, Stream, texts_of, tokenizer_stub
+from tokenizer_svc.servicer import _read
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tokenizer_svc.loader import LoadedTokenizer
@@ -143,6 +145,19 @@ async def test_a_second_signal_does_not_wait() -> None:
             await asyncio.to_thread(service.wait_for, "draining")
             service.process.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(service.process.wait, 20) == 0
+
+
+async def test_a_stop_in_the_middle_of_a_stream_is_no_incident() -> None:
+    """What grpc.aio raises in a read that comes after the stop."""
+
+    async def requests() -> AsyncIterator[Any]:
+        raise grpc.aio.BaseError("the server was stopped")
+        yield
+
+    steps: asyncio.Queue[Any] = asyncio.Queue()
+    session: Any = None
+    await _read(requests(), session, steps)
+    assert steps.get_nowait() is None
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:

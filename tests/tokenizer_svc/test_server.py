@@ -16,6 +16,7 @@ from tokenizers import processors
 from pagewire.v1.common_pb2 import ChatInput, ChatMessage
 from pagewire.v1.detokenizer_pb2 import (
     DetokenizeStreamRequest,
+    GetTokenBytesRequest,
     GetTokenizerInfoRequest,
     OpenSequence,
 )
@@ -53,6 +54,15 @@ def chat(*turns: tuple[str, str]) -> ChatInput:
 
 
 class TestUnary:
+    async def test_token_bytes(self, channel: grpc.aio.Channel) -> None:
+        """Halves of characters and special tokens too; what only a model has is empty."""
+        request = GetTokenBytesRequest(token_ids=[28120, 10813, 116, 246, 2, 49152, -1])
+        reply = await detokenizer_stub(channel).GetTokenBytes(request)
+        first, *parrot, end, above, below = reply.tokens
+        assert first == b"hello"
+        assert b"".join(parrot) == "🦜".encode()
+        assert (end, above, below) == (b"<|im_end|>", b"", b"")
+
     async def test_tokenize(self, channel: grpc.aio.Channel) -> None:
         stub = tokenizer_stub(channel)
         reply = await stub.Tokenize(TokenizeRequest(text="alpha beta gamma delta"))

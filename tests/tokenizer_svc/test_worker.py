@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def serve(loaded: LoadedTokenizer, jobs: list[Encode | Chat | Decode]) -> dict[int, FromWorker]:
     replies: list[Any] = []
     template = ChatTemplate(loaded.chat_template, loaded.special_tokens)
-    EncodeLane("test", loaded, template, replies.append, max_batch=8).serve(jobs)
+    detokenizer = Detokenizer(loaded.tokenizer)
+    EncodeLane("test", loaded, detokenizer, template, replies.append, max_batch=8).serve(jobs)
     assert len(replies) == len(jobs)
     return {reply.call: reply for reply in replies}
 
