@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import uvloop
@@ -15,8 +16,11 @@ from pagewire.wire.sockets import BindError
 
 def main(argv: list[str] | None = None) -> int:
     """0 after a signal and a drain, 2 for a configuration that cannot work."""
+    # Before grpc is imported: C-core has a line of its own for each connection that
+    # speaks no TLS, and strangers could fill the log with them.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        config = load_config(FrontendConfig, argv)
+        config = load_config(FrontendConfig, argv, prog="python -m frontend")
         setup_logging("frontend", config.log_level, config.log_format)
         uvloop.run(_run(config))
     except (ConfigError, BindError) as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frontend import convert
+from frontend.convert import answers, calls
+from frontend.engine_drain import drain_engine, reset_prefix_caches
 from pagewire.v1 import admin_pb2_grpc
 
 if TYPE_CHECKING:
@@ -21,20 +22,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
-        timeout = convert.drain_timeout(request)
+        timeout = calls.drain_timeout(request)
+        limit_s = self._drain_timeout if timeout is None else timeout
+        engine = calls.drain_engine(request)
+        if engine is not None:
+            left = await drain_engine(self._dispatcher.engine_side, engine, limit_s)
+            return answers.drain_response(left)
         self._dispatcher.drain()
-        unfinished = await self._dispatcher.wait_idle(
-            self._drain_timeout if timeout is None else timeout
-        )
-        return convert.drain_response(unfinished)
+        unfinished = await self._dispatcher.wait_idle(limit_s)
+        return answers.drain_response(unfinished)
 
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: Context
     ) -> admin_pb2.ResetPrefixCacheResponse:
-        freed = await self._dispatcher.engine.reset_prefix_cache()
-        return convert.reset_prefix_cache_response(freed)
+        freed = await reset_prefix_caches(self._dispatcher.engine_side)
+        return answers.reset_prefix_cache_response(freed)
 
     async def GetStats(
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
-        return convert.stats_response(self._dispatcher.stats())
+        return answers.stats_response(self._dispatcher.stats())

@@ -14,13 +14,35 @@ from pagewire.errors import QueueFull
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RejectReason = Literal["max_num_queued_reqs", "max_num_queued_tokens"]
+RejectReason = Literal[
+    "max_num_queued_reqs", "max_num_queued_tokens", "tenant_requests", "tenant_tokens"
+]
 
 _WINDOW = 64
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 60.0
 _UNMEASURED_RETRY_S = 1.0
 _STALE_S = 60.0
+
+
+class CompletionRate:
+    """How fast requests have ended lately."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._completions: deque[float] = deque(maxlen=_WINDOW)
+
+    def note(self) -> None:
+        self._completions.append(self._clock())
+
+    def seconds_for(self, slots: int) -> float:
+        """Until so many more will have ended."""
+        now = self._clock()
+        recent = [t for t in self._completions if now - t < _STALE_S]
+        if len(recent) < 2 or now <= recent[0]:
+            return _UNMEASURED_RETRY_S
+        rate = len(recent) / (now - recent[0])
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, slots / rate))
 
 
 class Reservation:
@@ -51,7 +73,7 @@ class Reservation:
         self._held = False
         self._admission.requests -= 1
         if completed:
-            self._admission.note_completion()
+            self._admission.rate.note()
 
 
 class Admission:
@@ -67,9 +89,8 @@ class Admission:
         self.queued_tokens = 0
         self._max_requests = max_requests
         self._max_queued_tokens = max_queued_tokens
-        self._clock = clock
+        self.rate = CompletionRate(clock)
         self._on_reject = on_reject
-        self._completions: deque[float] = deque(maxlen=_WINDOW)
 
     def reserve(self, tokens: int) -> Reservation:
         """Takes a share for a request of about `tokens` prompt tokens.
@@ -90,22 +111,18 @@ class Admission:
         self.queued_tokens += tokens
         return Reservation(self, tokens)
 
-    def note_completion(self) -> None:
-        self._completions.append(self._clock())
-
     def retry_after(self) -> float:
         """Seconds until a slot is likely free, from the rate of the last completions.
 
         Every caller that is turned away is told the time in which an eighth of the
         queue drains, so that they do not all come back for the first free slot.
         """
-        now = self._clock()
-        recent = [t for t in self._completions if now - t < _STALE_S]
-        if len(recent) < 2 or now <= recent[0]:
-            return _UNMEASURED_RETRY_S
-        rate = len(recent) / (now - recent[0])
-        slots = max(1, self.requests // 8)
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, slots / rate))
+        return self.rate.seconds_for(max(1, self.requests // 8))
 
     def _full(self, message: str) -> QueueFull:
-        return QueueFull(message, retry_after=self.retry_after(), queue_depth=self.requests)
+        return QueueFull(
+            message,
+            retry_after=self.retry_after(),
+            queue_depth=self.requests,
+            queued_tokens=self.queued_tokens,
+        )

@@ -52,12 +52,21 @@ def branches_of(state: RequestState) -> tuple[RequestState, ...]:
 
 
 def split(first: RequestState, next_id: Callable[[], int]) -> tuple[RequestState, ...]:
-    """Makes the others, once the first is ready to be sent; returns all."""
+    """Makes the others, once the first is ready to be sent; returns all. The engine makes
+    them of a beam search."""
     job = first.job
+    if job.sampling.beam is not None:
+        return (first,)
     if job.best_of > job.n:
         assert first.sampling is not None
         if first.sampling.logprobs is None:
             first.sampling = msgspec.structs.replace(first.sampling, logprobs=0)
+    return branch_out(first, next_id)
+
+
+def branch_out(first: RequestState, next_id: Callable[[], int]) -> tuple[RequestState, ...]:
+    """Makes as many others as the job wants; returns all."""
+    job = first.job
     if job.best_of > 1:
         others = [_branch(first, index, next_id()) for index in range(1, job.best_of)]
         first.branches = (first, *others)
@@ -75,9 +84,11 @@ def _branch(first: RequestState, index: int, internal_id: int) -> RequestState:
         job=first.job,
         outbox=first.outbox,
         reservation=first.reservation,
+        share=first.share,
         arrived_at=first.arrived_at,
         deadline=first.deadline,
         prompt_ids=first.prompt_ids,
+        echo=first.echo,
         bad_words=first.bad_words,
         # The prompt's are told once.
         sampling=msgspec.structs.replace(first.sampling, prompt_logprobs=None),
@@ -121,6 +132,8 @@ def end_sequence(
         stop_string=stop_string,
         stop_token_id=None if is_eos else stop_token,
         eos_token_id=stop_token if is_eos else None,
+        called_tools=state.text.has_calls,
+        beam_score=state.beam_score,
     )
     branches = branches_of(state)
     ends = tuple(branch.end for branch in branches if branch.end is not None)

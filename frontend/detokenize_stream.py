@@ -16,24 +16,26 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
-from frontend import convert
+from frontend.convert import tokenizer
 from pagewire.errors import PagewireError, Unavailable
+from pagewire.obs.complaints import Complaints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from frontend.convert import DetokenizeReply, TokenizerInfo
+    from frontend.convert.tokenizer import DetokenizeReply, TokenizerInfo
     from frontend.request import RequestState
     from frontend.tokenizer_client import TokenizerClient
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 10.0
+GRACE_S = 60.0
 """How long live requests wait for a lost tokenizer to come back."""
 REPLY_TIMEOUT_S = 10.0
 """A message unanswered for this long is a hung tokenizer."""
 MAX_BACKOFF_S = 1.0
-MAX_REOPENS = 1
+MAX_REOPENS = 3
+"""How often a sequence is lost without a new token in between before it is given up."""
 
 
 class TextEvents(Protocol):
@@ -97,6 +99,8 @@ class DetokenizeStream:
         self._number = 0
         self._work = asyncio.Event()
         self._down_since = clock()
+        self._complaints = Complaints(logger, clock=clock)
+        """A worker that dies loses hundreds of sequences at once."""
         self.up = False
 
     @property
@@ -218,7 +222,7 @@ class DetokenizeStream:
         batch.sent_at = self._clock()
         self._in_flight.append(batch)
         try:
-            await call.write(convert.detokenize_request(batch))
+            await call.write(tokenizer.detokenize_request(batch))
         except asyncio.InvalidStateError:
             raise ProtocolError("tokenizer_svc ended the stream") from None
 
@@ -226,7 +230,9 @@ class DetokenizeStream:
         """Begins a live sequence again, from the text that is already out."""
         state.num_sent = state.num_acked
         self._opens[state.internal_id] = state
-        self._dirty[state.internal_id] = state
+        # Where nothing was written yet, nothing is new: an echo would come ahead of the queue.
+        if state.output_ids or state.engine_finished:
+            self._dirty[state.internal_id] = state
 
     def _next_batch(self) -> Batch:
         batch = Batch(self._number, opens=list(self._opens.values()), closes=self._closes)
@@ -242,7 +248,7 @@ class DetokenizeStream:
 
     def _receive(self, message: object) -> None:
         try:
-            reply = convert.detokenize_reply(message)
+            reply = tokenizer.detokenize_reply(message)
         except (ValueError, IndexError) as error:
             raise ProtocolError(f"malformed answer: {error}") from None
         if not self._in_flight or self._in_flight[0].number != reply.number:
@@ -264,6 +270,8 @@ class DetokenizeStream:
         stop = reply.stops.get(state.internal_id)
         state.emitted_chars += len(text)
         self._events.text(state, text, row.num_tokens if stop is None else stop.num_tokens)
+        if row.num_tokens > state.num_acked:
+            state.num_reopens = 0
         state.num_acked = row.num_tokens
         if stop is not None:
             self._events.stopped(state, stop.stop_index, stop.num_tokens)
@@ -275,7 +283,7 @@ class DetokenizeStream:
         state = self._live.get(sequence)
         if state is None or state.opened_in > batch.number:
             return
-        logger.warning("tokenizer_svc lost a sequence: %s", message)
+        self._complaints.add("tokenizer_svc lost a sequence: %s", message)
         if state.num_reopens >= MAX_REOPENS:
             self._events.text_lost(
                 state, Unavailable("tokenizer_dead", "the tokenizer lost this request's text")

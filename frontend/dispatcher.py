@@ -19,15 +19,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from frontend.admission import Admission
+from frontend.auth import current_principal
 from frontend.bad_words import tokenize_bad_word
+from frontend.beam import check_beam_room
 from frontend.branches import branches_of, end_sequence, split
 from frontend.detokenize_stream import DetokenizeStream
 from frontend.engine_client import RETRY_AFTER_S
 from frontend.engine_side import EngineSide
 from frontend.logits_params import check_drawable
 from frontend.metrics import kv_cache_usage
+from frontend.output_text import OutputText
+from frontend.prompt import needs_tokenizer, read_prompt, truncate
 from frontend.request import IdsPrompt, Job, RequestState
-from frontend.stream import Outbox
+from frontend.request_log import log_request
+from frontend.start_queue import StartQueue
+from frontend.tenant_limits import TenantLimits, cost_of, cost_so_far
 from frontend.tokenizer_client import TokenizerClient
 from frontend.validate import Limits, estimate_tokens, fit_context
 from pagewire.errors import (
@@ -44,9 +50,14 @@ from pagewire.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from frontend.convert import TokenizerInfo
+    from frontend.admission import Reservation
+    from frontend.convert.tokenizer import TokenizerInfo
+    from frontend.engine_link import EngineLink
     from frontend.health import HealthBoard
     from frontend.metrics import Metrics
+    from frontend.prompt import ReadPrompt
+    from frontend.stream import Outbox
+    from frontend.tenant_limits import TenantShare
     from pagewire.config import FrontendConfig
     from pagewire.wire.messages import (
         PositionLogprobs,
@@ -62,9 +73,13 @@ class Stats:
     num_requests_in_flight: int
     draining: bool
     engine_step: int
+    """Of the first that is ready, as is `ready`."""
     ready: Ready | None
+    num_blocks: int
     engine: StepStats | None
+    """Sums over all that are ready."""
     kv_cache_usage: float
+    engines: tuple[EngineLink, ...]
 
 
 class Dispatcher:
@@ -85,12 +100,16 @@ class Dispatcher:
             clock=clock,
             on_reject=metrics.admission_rejected,
         )
+        self.tenants = TenantLimits(
+            config.tenant_limits, clock=clock, on_reject=metrics.admission_rejected
+        )
+        self._log_prompts = config.log_prompts
         self.tokenizer = TokenizerClient(
             config.tokenizer_address, max_message_bytes=config.max_message_mib * 2**20
         )
         self.text_stream = DetokenizeStream(self.tokenizer, self, clock=clock)
         self.engine_side = EngineSide(config, metrics, health, self.text_stream, self, clock=clock)
-        self.engine = self.engine_side.client
+        self.start_queue = StartQueue(clock=clock)
         self._tokenizer_info: TokenizerInfo | None = None
         self._limits: Limits | None = None
         self._admitted: dict[str, RequestState] = {}
@@ -120,7 +139,7 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Raises ConfigError or BindError. Waits for nobody."""
-        await self.engine.start()
+        await self.engine_side.pool.start()
         self.text_stream.start()
 
     async def close(self) -> None:
@@ -134,8 +153,8 @@ class Dispatcher:
         """What can be served now. Raises Unavailable: draining, loading or dead."""
         if self._draining:
             raise Unavailable("draining", "the server is draining; try another instance")
-        if self.engine.ready is None:
-            raise self.engine.unavailable()
+        if self.engine_side.first is None:
+            raise self.engine_side.unavailable()
         if self._tokenizer_info is None:
             raise Unavailable(
                 "loading", "the tokenizer is still loading", retry_after=RETRY_AFTER_S
@@ -151,20 +170,25 @@ class Dispatcher:
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED. Raises NotFound."""
         state = self._admitted.get(request_id)
-        if state is None:
+        if state is None or not current_principal().acts_for(state.job.tenant):
             raise NotFound("request", request_id, field="request_id")
         if not state.outbox.ended:
             self.fail(state, Cancelled("cancelled by a Cancel call"))
 
     def stats(self) -> Stats:
+        links = self.engine_side.pool.links
+        serving = [link for link in links if link.ready is not None and not link.refused]
+        ready = [link.ready for link in serving if link.ready is not None]
         engine = self.engine_side.stats
         return Stats(
             num_requests_in_flight=self.admission.requests,
             draining=self._draining,
-            engine_step=self.engine.last_step,
-            ready=self.engine.ready,
+            engine_step=serving[0].client.last_step if serving else 0,
+            ready=ready[0] if ready else None,
+            num_blocks=sum(it.num_blocks for it in ready),
             engine=engine,
             kv_cache_usage=0.0 if engine is None else kv_cache_usage(engine),
+            engines=tuple(links),
         )
 
     @property
@@ -193,21 +217,24 @@ class Dispatcher:
 
     # A request's way in and out, called by Generation.
 
-    def admit(self, job: Job, deadline: float | None) -> RequestState:
-        """Reserves a place before any work. Raises AlreadyExists or QueueFull."""
+    def admit(self, job: Job, deadline: float | None, outbox: Outbox) -> RequestState:
+        """Reserves a place before any work. Raises AlreadyExists, QueueFull or QuotaExceeded."""
         limits = self.limits()
         if job.request_id in self._admitted:
             raise AlreadyExists(f"request {job.request_id!r} is in flight")
         now = self._clock()
         if deadline is not None and deadline <= now:
             raise DeadlineExceeded("the deadline had passed on arrival")
+        num_tokens = estimate_tokens(job.prompt, limits.max_model_len)
+        reservation, share = self._reserve(job, num_tokens, limits)
         internal_id = self.engine_side.new_id()
         state = RequestState(
             internal_id=internal_id,
             engine_id=internal_id,
             job=job,
-            outbox=Outbox(),
-            reservation=self.admission.reserve(estimate_tokens(job.prompt, limits.max_model_len)),
+            outbox=outbox,
+            reservation=reservation,
+            share=share,
             arrived_at=now,
             deadline=deadline,
         )
@@ -215,16 +242,31 @@ class Dispatcher:
         self._idle.clear()
         return state
 
+    def _reserve(
+        self, job: Job, num_tokens: int, limits: Limits
+    ) -> tuple[Reservation, TenantShare]:
+        max_tokens = job.max_tokens
+        if max_tokens is None:
+            max_tokens = limits.max_model_len - num_tokens
+        share = self.tenants.reserve(job.tenant, cost_of(job, num_tokens, max_tokens))
+        try:
+            return self.admission.reserve(num_tokens), share
+        except BaseException:
+            share.correct(0)
+            share.release()
+            raise
+
     async def tokenize(self, state: RequestState) -> None:
         """Fills in prompt_ids and bad_words. Raises InvalidRequest, Unavailable, or what
         ended the request."""
         prompt = state.job.prompt
-        if isinstance(prompt, IdsPrompt) and not state.job.bad_words:
-            state.prompt_ids = prompt.ids
+        if isinstance(prompt, IdsPrompt) and not needs_tokenizer(state.job):
+            served = self.engine_side.served()
+            state.prompt_ids = truncate(state.job, prompt.ids, served.max_model_len)
             return
         state.tokenizing = asyncio.ensure_future(self._encode(state))
         try:
-            state.prompt_ids = await state.tokenizing
+            state.prompt_ids, state.echo = await state.tokenizing
         except asyncio.CancelledError:
             if state.error is not None:
                 raise state.error from None
@@ -232,24 +274,26 @@ class Dispatcher:
         finally:
             state.tokenizing = None
 
-    async def _encode(self, state: RequestState) -> list[int]:
-        """The prompt's ids; sets bad_words. All texts are tokenized at the same time."""
+    async def _encode(self, state: RequestState) -> ReadPrompt:
+        """The prompt; sets bad_words. All texts are tokenized at the same time."""
+        assert self._tokenizer_info is not None
         words = [
             asyncio.ensure_future(tokenize_bad_word(self.tokenizer, word, index))
             for index, word in enumerate(state.job.bad_words)
         ]
         try:
-            prompt = state.job.prompt
-            if isinstance(prompt, IdsPrompt):
-                ids = prompt.ids
-            else:
-                ids = await self.tokenizer.tokenize(prompt)
+            prompt = await read_prompt(
+                self.tokenizer,
+                state.job,
+                max_model_len=self.engine_side.served().max_model_len,
+                tokenizer_vocab_size=self._tokenizer_info.vocab_size,
+            )
             state.bad_words = tuple(itertools.chain(*[await word for word in words]))
         finally:
             for word in words:
                 word.cancel()
             await asyncio.gather(*words, return_exceptions=True)
-        return ids
+        return prompt
 
     def launch(self, state: RequestState) -> None:
         """Hands the request to the engine. Raises InvalidRequest or Unavailable.
@@ -262,20 +306,28 @@ class Dispatcher:
         sampling = fit_context(state.job, len(state.prompt_ids), served.max_model_len)
         sampling = msgspec.structs.replace(sampling, bad_words=state.bad_words)
         check_drawable(sampling, served.eos_token_ids)
+        check_beam_room(sampling, len(state.prompt_ids), served)
         state.sampling = sampling
         state.reservation.correct(len(state.prompt_ids))
+        state.share.correct(cost_of(state.job, len(state.prompt_ids), sampling.max_tokens))
         for branch in split(state, self.engine_side.new_id):
+            branch.text = OutputText(branch.echo, branch.job.tools.parser())
             self.engine_side.submit(branch)
             branch.submitted_at = self._clock()
             self.text_stream.open(branch)
+        self.start_queue.join(state)
 
     def end(self, state: RequestState, error: BaseException | None) -> None:
         """The handler is done with the request, well or not."""
         self.engine_side.drop(*branches_of(state))
+        self.start_queue.leave(state)
         del self._admitted[state.job.request_id]
         if not state.outcome:
             self._settle_failure(state, error)
-        state.reservation.release(completed=state.outcome in ("stop", "length"))
+        state.share.correct(cost_so_far(state))
+        for held in (state.reservation, state.share):
+            held.release(completed=state.outcome in ("stop", "length"))
+        log_request(state, error, self._clock(), with_prompt=self._log_prompts)
         if not self._admitted:
             self._idle.set()
 
@@ -288,11 +340,15 @@ class Dispatcher:
     def engine_changed(self, ready: Ready) -> None:
         self._make_limits(ready)
 
+    def started(self, state: RequestState) -> None:
+        self.start_queue.started(state)
+
     # The tokenizer's events.
 
     def tokenizer_up(self, info: TokenizerInfo) -> None:
         self._tokenizer_info = info
-        self._make_limits(self.engine.ready)
+        first = self.engine_side.first
+        self._make_limits(None if first is None else first.ready)
         self._health.set(tokenizer=True)
 
     def tokenizer_down(self) -> None:
@@ -304,7 +360,10 @@ class Dispatcher:
         positions: Sequence[PositionLogprobs] = ()
         if state.job.sampling.logprobs is not None:
             positions = logprobs.output(state.num_acked, num_tokens)
-        state.outbox.put(text, ids, positions, logprobs.take_prompt(), state.index)
+        shown = state.text.add(text)
+        state.outbox.put(
+            shown.text, ids, positions, logprobs.take_prompt(), state.index, shown.tool_calls
+        )
 
     def stopped(self, state: RequestState, stop_index: int, num_tokens: int) -> None:
         self._complete(state, FinishReason.STOP, num_tokens, stop_string=state.job.stop[stop_index])
@@ -334,6 +393,8 @@ class Dispatcher:
     ) -> None:
         state.measure()
         self.engine_side.drop(state)
+        rest = state.text.finish()
+        state.outbox.put(rest.text, index=state.index, tool_calls=rest.tool_calls)
         finish = end_sequence(state, reason, num_tokens, stop_string)
         if finish is None:
             return  # the request's other sequences go on
@@ -370,4 +431,7 @@ class Dispatcher:
             eos_token_ids=ready.eos_token_ids,
             default_sampling=ready.default_sampling,
             has_chat_template=info.has_chat_template,
+            chat_template_has_tools=info.chat_template_has_tools,
+            tool_call_format=info.tool_call_format,
+            tool_call_special_tokens=info.tool_call_special_tokens,
         )

@@ -18,10 +18,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.errors import ConfigError, Unavailable
+from pagewire.obs.complaints import Complaints
 from pagewire.wire import sockets
 from pagewire.wire.codec import WireError, decode_output, encode, pack_request_ids
 from pagewire.wire.messages import (
     PROTOCOL_VERSION,
+    SHUTDOWN,
     Abort,
     Dead,
     Heartbeat,
@@ -50,8 +52,15 @@ MAX_READS = 4
 """Outputs taken in one turn of the loop: an engine that is faster than this process
 must not keep it from writing."""
 MISSED_HEARTBEAT_S = 2.5
-"""Silence after which the frontend asks again (Hello), and, where the connection
-is known to be broken, gives the engine up."""
+"""Silence after which the frontend asks again (Hello)."""
+LOST_S = 1.5
+"""Silence after which it gives the engine up where the connection broke and somebody
+answers at its address: a living one says something every second, and answers the Hello
+that follows the reconnection. Where both connections broke and nobody answers, the
+engine is given up as soon as what it said before has been read."""
+REPLACED_S = 0.5
+"""The same where another engine can go on with its requests, counted from the break:
+enough for a living one to be reconnected and asked again."""
 RETRY_AFTER_S = 2.0
 """What a client is told to wait when the engine is gone or not there yet."""
 
@@ -96,12 +105,22 @@ class EngineClient:
         self._events = events
         self._clock = clock
         self._frontend_id = secrets.randbits(64)
+        self._complaints = Complaints(logger, clock=clock)
         self.ready: Ready | None = None
         """None while there is no engine."""
         self.last_step = 0
         self._ever_ready = False
         self._stalled = False
-        self._disconnected = False
+        self._lost = False
+        """The connection broke, and the engine has not said Ready since: who has taken its
+        address may be another one, which loads its model and does not answer yet."""
+        self._lost_at = 0.0
+        self._refuses = False
+        """Nobody listened at its address when it was tried again."""
+        self._hung_up = False
+        """It has closed the connection for its outputs."""
+        self.replaceable = False
+        """Whether another engine can go on with its requests."""
         self._last_heard = 0.0
         self._last_hello = 0.0
         self._last_ping = 0.0
@@ -124,15 +143,18 @@ class EngineClient:
             self._context.destroy(linger=0)
             raise
         self._monitor = self._commands.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED
         )
+        self._outputs_monitor = self._outputs.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         loop = asyncio.get_running_loop()
         # ZeroMQ's descriptors are edge-triggered: each wake-up reads until EAGAIN.
         loop.add_reader(self._outputs.FD, self._read_outputs)
         loop.add_reader(self._monitor.FD, self._read_monitor)
+        loop.add_reader(self._outputs_monitor.FD, self._read_outputs_monitor)
         self._ticker = loop.create_task(self._tick_forever(), name="engine-ticker")
         self._read_outputs()
         self._read_monitor()
+        self._read_outputs_monitor()
 
     async def close(self) -> None:
         """Ends the session. Aborts that are still unsent go out first, if they can."""
@@ -143,11 +165,22 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._outputs.FD)
         loop.remove_reader(self._monitor.FD)
+        loop.remove_reader(self._outputs_monitor.FD)
         self._commands.disable_monitor()
-        for socket in (self._monitor, self._outputs, self._commands):
+        self._outputs.disable_monitor()
+        for socket in (self._monitor, self._outputs_monitor, self._outputs, self._commands):
             socket.close()
         # term() waits for the DEALER's LINGER, so it must not run in the loop.
         await loop.run_in_executor(None, self._context.term)
+
+    def leave(self, reason: str) -> None:
+        """Counts a living engine as gone; close() is to follow."""
+        self._gone(reason)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection broke, and nobody has said Ready since."""
+        return self._lost
 
     @property
     def epoch(self) -> int:
@@ -215,11 +248,12 @@ class EngineClient:
             try:
                 frames = self._outputs.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._give_up_the_dead()
                 return
             try:
                 output = decode_output(frames)
             except WireError as error:
-                logger.error("dropped a message on the outputs socket: %s", error)
+                self._complaints.add("dropped a message on the outputs socket: %s", error)
                 continue
             try:
                 self._receive(output)
@@ -249,18 +283,24 @@ class EngineClient:
             self._note_step(output.step, output.stats)
             self._events.engine_stats(output.stats)
         elif isinstance(output, Dead):
+            if output.reason == SHUTDOWN:
+                self._gone("the engine was stopped")
+                return
             logger.error("the engine died: %s", output.reason)
             self._gone("the engine died")
 
     def _receive_ready(self, ready: Ready) -> None:
         if ready.protocol != PROTOCOL_VERSION:
-            self._refused = (
+            refused = (
                 f"the engine speaks protocol {ready.protocol}, "
                 f"this frontend speaks {PROTOCOL_VERSION}"
             )
-            logger.error("%s", self._refused)
+            if refused != self._refused:  # it answers every Hello so
+                logger.error("%s", refused)
+            self._refused = refused
             return
         self._last_heard = self._clock()
+        self._lost = self._refuses = self._hung_up = False
         if self.ready is not None:
             if ready.epoch == self.ready.epoch:
                 return
@@ -282,10 +322,27 @@ class EngineClient:
     def _read_monitor(self) -> None:
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event: dict[str, Any] = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            self._disconnected = event["event"] == zmq.EVENT_DISCONNECTED
-            if self._disconnected:
-                # A restarted engine knows no frontend until it says Hello.
-                self._last_hello = 0.0
+            if event["event"] == zmq.EVENT_CLOSED:  # an attempt that failed
+                self._refuses = self._lost
+                self._read_outputs()
+                continue
+            # A restarted engine knows no frontend until it says Hello.
+            self._last_hello = 0.0
+            self._refuses = False
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._lost = True
+                self._lost_at = self._clock()
+
+    def _read_outputs_monitor(self) -> None:
+        while self._outputs_monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            recv_monitor_message(self._outputs_monitor, zmq.NOBLOCK)
+            self._hung_up = True
+            self._read_outputs()
+
+    def _give_up_the_dead(self) -> None:
+        """To be called when all outputs that have come are read."""
+        if self.ready is not None and self._refuses and self._hung_up:
+            self._gone("the engine's process ended")
 
     # Time.
 
@@ -303,8 +360,10 @@ class EngineClient:
         silence = now - self._last_heard
         if self.ready is not None:
             limit = self._engine_timeout
-            if self._disconnected:
-                limit = min(limit, MISSED_HEARTBEAT_S)
+            if self._lost:
+                limit = min(limit, LOST_S)
+                if self.replaceable and now - self._lost_at > REPLACED_S:
+                    limit = min(limit, REPLACED_S)
             if silence > limit:
                 self._gone(f"the engine has been silent for {silence:.1f} s")
         if self.ready is not None:
@@ -315,7 +374,7 @@ class EngineClient:
             ):
                 self._last_ping = now
         # While the engine lives but is not heard, Hello makes it connect again.
-        asks = self.ready is None or self._disconnected or silence > MISSED_HEARTBEAT_S
+        asks = self.ready is None or self._lost or silence > MISSED_HEARTBEAT_S
         if asks and now - self._last_hello >= HELLO_EVERY_S:
             hello = Hello(
                 protocol=PROTOCOL_VERSION,
@@ -348,6 +407,7 @@ class EngineClient:
     def _gone(self, reason: str) -> None:
         logger.warning("engine gone: %s", reason)
         self.ready = None
+        self._refuses = self._hung_up = False
         self._last_hello = 0.0
         self._unsent_aborts.clear()
         self._set_stalled(False)

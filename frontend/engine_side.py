@@ -1,12 +1,14 @@
-"""The sequences that are with the engine or wait for one, and what it says of them.
+"""The sequences that are with an engine or wait for one.
 
-    Dispatcher --submit, drop--> EngineSide --Add, Abort--> EngineClient --> engine
-         ^                        |   ^                          |
-         +-- fail, engine_changed +   +------- StepOutput -------+
+    Dispatcher --submit, drop--> EngineSide --Add, Abort--> EngineLink --> engine
+         ^                        |   ^                         |      (one for each)
+         +-- fail, engine_changed +   +------- StepOutput ------+
     DetokenizeStream <-- ids -----+
 
-Ids come in by step and leave to the tokenizer by step. When the engine is lost,
-replay.py decides who waits for the next one.
+Ids come in by step and leave to the tokenizer by step (step_reader.py). placement.py
+says which engine a sequence goes to; when an engine is lost, what it had goes to
+another one at once, or waits for the next, in the order that replay.py decides. Engine
+ids are never the same twice, whatever the engine.
 """
 
 from __future__ import annotations
@@ -17,35 +19,39 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from frontend.beam import find_room_fault
 from frontend.branches import add_message
-from frontend.engine_client import RETRY_AFTER_S, EngineClient
-from frontend.replay import Replay, guilty_error, misfit
-from pagewire.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
-from pagewire.types import FinishReason
-from pagewire.wire.codec import unpack_counts, unpack_ids, unpack_request_ids
+from frontend.engine_client import RETRY_AFTER_S
+from frontend.engine_pool import EnginePool
+from frontend.metrics import total_stats
+from frontend.placement import Placement
+from frontend.replay import Replay, guilty_error, misfit, mismatch, too_long
+from frontend.step_reader import StepReader
+from pagewire.errors import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from frontend.detokenize_stream import DetokenizeStream
+    from frontend.engine_link import EngineLink
     from frontend.health import HealthBoard
     from frontend.metrics import Metrics
     from frontend.request import RequestState
     from pagewire.config import FrontendConfig
     from pagewire.errors import PagewireError
-    from pagewire.wire.messages import Finished, Ready, Started, StepOutput, StepStats
+    from pagewire.wire.messages import Ready, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
-
-DEADLINE_SLACK_S = 0.25
-"""The engine may see a deadline this much before the frontend's own timer."""
 
 
 class Owner(Protocol):
     """Who has the requests: the dispatcher."""
 
     def engine_changed(self, ready: Ready) -> None:
-        """An engine came, the first or another one."""
+        """An engine came, the first or another one; `ready` is the first's there is."""
+
+    def started(self, state: RequestState) -> None:
+        """The first sequence of a request has left an engine's queue, for the first time."""
 
     def fail(self, state: RequestState, error: PagewireError) -> None:
         """Ends the whole request that `state` is one sequence of."""
@@ -67,127 +73,256 @@ class EngineSide:
         self._text_stream = text_stream
         self._owner = owner
         self._clock = clock
-        self.client = EngineClient(
-            commands=config.engine_address,
-            outputs_bind=config.outputs_bind,
-            outputs_advertise=config.outputs_advertise,
-            engine_timeout=config.engine_timeout,
-            stall_timeout=config.stall_timeout,
-            events=self,
-            clock=clock,
-        )
+        self.pool = EnginePool(config, self, clock=clock)
         self.new_id = itertools.count(1).__next__
         """Mints internal ids, never the same twice."""
-        self.stats: StepStats | None = None
-        """The engine's last, None while there is none."""
-        self.live: dict[int, RequestState] = {}
-        """By engine id: those that the engine works on or whose text is still to come."""
-        self.aborted: dict[int, float] = {}
-        """Engine id -> when its Abort was sent, until the engine answers."""
+        self._reader = StepReader(metrics, text_stream, self, self.new_id)
         self.replay = Replay()
+        self.paused: dict[int, RequestState] = {}
+        """By internal id: those whose client is gone, and may come back."""
+        self._placement = Placement()
         self._restart_timeout = config.engine_restart_timeout
         self._served: Ready | None = None
-        """What the last engine said of itself, also while it is gone."""
+        """What the engine that came last said of itself, also while there is none."""
         self._outage: asyncio.TimerHandle | None = None
-        """Runs while a lost engine is waited for."""
-        self._left_behind: set[int] = set()
-        """What the lost engine may still work on, if it lives."""
+        """Runs while there is no engine, and one is waited for."""
+        self._lost: set[EngineLink] = set()
+        """Engines that may have died, with what waits now."""
 
     async def close(self) -> None:
         self._end_outage()
-        await self.client.close()
+        await self.pool.close()
+
+    @property
+    def first(self) -> EngineLink | None:
+        """The first engine that can be used."""
+        return next(iter(self.pool.usable()), None)
+
+    @property
+    def stats(self) -> StepStats | None:
+        """The engines' last ones, added up; None while there is no engine."""
+        links = (link for link in self.pool.links if not link.refused)
+        return total_stats(link.stats for link in links if link.stats is not None)
+
+    @property
+    def live(self) -> dict[int, RequestState]:
+        """By engine id: those that an engine works on or whose text is still to come."""
+        return {i: state for link in self.pool.links for i, state in link.live.items()}
+
+    @property
+    def aborted(self) -> dict[int, float]:
+        """Engine id -> when its Abort was sent, until the engine answers."""
+        return {i: at for link in self.pool.links for i, at in link.aborted.items()}
 
     def served(self) -> Ready:
-        """What a request can count on: the engine, or the one whose successor is waited
+        """What a request can count on: an engine, or the one whose successor is waited
         for. Raises Unavailable."""
-        if self._served is None or (self.client.ready is None and self._outage is None):
-            raise self.client.unavailable()
-        return self.client.ready or self._served
+        first = self.first
+        if self._served is None or (first is None and self._outage is None):
+            raise self.unavailable()
+        return self._served if first is None or first.ready is None else first.ready
+
+    def unavailable(self) -> Unavailable:
+        """The error for a request that finds no engine."""
+        links = self.pool.links
+        gone = next((link for link in links if link.ready is None and not link.withdrawn), None)
+        if gone is not None:
+            return gone.client.unavailable()
+        reason = "engine_dead" if links else "loading"
+        return Unavailable(reason, "there is no engine to use", retry_after=RETRY_AFTER_S)
 
     def submit(self, state: RequestState) -> None:
         """Sends a new sequence, or lets it wait with the others during an outage.
         Raises Unavailable."""
-        if self.client.ready is None or self.replay.trying:
+        usable = self.pool.usable()
+        if not usable or self.replay.trying:
             self.replay.wait(state)
-        else:
-            self._give(state)
+            self._send_waiting()
+            return
+        while True:
+            # One that no engine has room for is refused by the engine, with its figures.
+            link = self._choose(state, usable) or usable[0]
+            try:
+                self._give(state, link)
+            except Unavailable:
+                usable.remove(link)
+                if not usable:
+                    raise
+            else:
+                return
 
-    def _give(self, state: RequestState) -> None:
+    def _choose(self, state: RequestState, usable: list[EngineLink]) -> EngineLink | None:
+        """The engine for a sequence, None where none has room for it."""
+        links = [link for link in usable if fits(state, link)]
+        if not links:
+            return None
+        if len(links) == 1:
+            return links[0]
+        links = [link for link in links if not link.avoided] or links
+        if self.replay.is_suspect(state):
+            return min(links, key=lambda link: link.candidate().cost)
+        beside = _by_link(state.branches)
+        for link in links:
+            if link in beside:
+                return link
+        warm = () if state.job.skip_prefix_cache else state.prompt_ids
+        candidates = [link.candidate() for link in links]
+        return links[self._placement.choose(candidates, warm, state.job.cache_salt)]
+
+    def _give(self, state: RequestState, link: EngineLink) -> None:
         """Sends the request as it stands, under a new id if it is not its first life.
         Raises Unavailable, and then nothing has changed."""
-        assert self._served is not None
         engine_id = self.new_id() if state.num_adds else state.internal_id
-        self.client.add(add_message(state, engine_id, self._served.epoch, self._clock()))
+        link.client.add(add_message(state, engine_id, link.client.epoch, self._clock()))
         if state.num_adds:
             self._metrics.request_replayed()
+        state.link = link
         state.engine_id = engine_id
         state.num_adds += 1
         state.num_resent = len(state.output_ids)
-        self.live[engine_id] = state
+        link.live[engine_id] = state
+        link.sent()
 
     def drop(self, *states: RequestState) -> None:
         """Nobody waits for the tokens of these sequences any more. Idempotent."""
-        to_abort = []
         for state in states:
-            waited = self.replay.forget(state)
-            if not waited and self.live.pop(state.engine_id, None) is None:
-                continue
-            self._text_stream.forget(state)
-            if not waited and not state.engine_finished:
-                self.aborted[state.engine_id] = self._clock()
-                to_abort.append(state.engine_id)
-        if to_abort:
-            self.client.abort(to_abort)
+            if self.replay.forget(state) or self.paused.pop(state.internal_id, None) is not None:
+                self._text_stream.forget(state)
+        for link, taken in _by_link(states).items():
+            for state in taken:
+                self._text_stream.forget(state)
+            _take_away(link, taken)
 
-    def engine_ready(self, ready: Ready) -> None:
+    def pause(self, *states: RequestState) -> None:
+        """Frees what these sequences hold at an engine; go_on() sends them again."""
+        for state in states:
+            if self.replay.forget(state):
+                self.paused[state.internal_id] = state
+        for link, taken in _by_link(states).items():
+            unfinished = [state for state in taken if not state.engine_finished]
+            _take_away(link, unfinished)
+            self.paused.update({state.internal_id: state for state in unfinished})
+
+    def go_on(self, *states: RequestState) -> None:
+        """Sends what was paused. The requests that find no engine end with UNAVAILABLE."""
+        for state in states:
+            if self.paused.pop(state.internal_id, None) is not None:
+                self.replay.wait(state)
+        if self.first is None and self._outage is None:
+            self._fail_waiting(self.unavailable())
+        self._send_waiting()
+
+    def move_off(self, link: EngineLink) -> None:
+        """Moves what runs at one engine to the others, as far as they have room."""
+        others = [other for other in self.pool.usable() if other is not link]
+        moved = [
+            state
+            for state in link.live.values()
+            if not state.engine_finished and any(fits(state, other) for other in others)
+        ]
+        _take_away(link, moved)
+        for state in moved:
+            self.replay.move(state)
+        self._send_waiting()
+
+    def update_health(self) -> None:
+        """To be called when an engine became usable, or is so no more."""
+        usable = self.pool.usable()
+        stalled = bool(usable) and all(link.stalled for link in usable)
+        self._health.set(engine=bool(usable), stalled=stalled)
+        for link in self.pool.links:
+            link.client.replaceable = any(other is not link for other in usable)
+
+    def engine_ready(self, link: EngineLink, ready: Ready) -> None:
+        reference = self._reference(link)
+        refusal = None if reference is None else mismatch(reference, ready)
+        link.refused = refusal is not None
+        if refusal is not None:
+            logger.error("the engine at %s is not used: %s", link.address, refusal)
+            return
+        first = self.first
         self._metrics.engine_ready(ready)
-        self._owner.engine_changed(ready)
-        self._health.set(engine=True)
-        self._end_outage()
+        if first is not None and first.ready is not None:
+            self._owner.engine_changed(first.ready)
+        self.update_health()
+        if first is not None:
+            self._end_outage()
         served, self._served = self._served, ready
-        if served is not None:
-            self._resume(served, ready)
-
-    def _resume(self, old: Ready, new: Ready) -> None:
-        """Puts the requests that wait for an engine to the one that came."""
-        died = new.epoch != old.epoch
-        if died:
+        if link.last is not None and link.last.epoch != ready.epoch:
             self._metrics.engine_restarted()
-        elif self._left_behind:
-            self.client.abort(self._left_behind)
-        self._left_behind.clear()
-        guilty = self.replay.engine_back(died=died)
-        if guilty is not None:
-            logger.error("request %r killed the engine again and again", guilty.job.request_id)
-            self._owner.fail(guilty, guilty_error())
-        for state in list(self.replay.waiting.values()):
-            error = misfit(state, old, new)
-            if error is not None:
-                self._owner.fail(state, error)
+        elif link.left_behind:
+            link.client.abort(link.left_behind)
+        link.left_behind.clear()
+        if served is not None and link.usable:
+            self._resume(link, served, ready)
+
+    def _reference(self, link: EngineLink) -> Ready | None:
+        """What an engine that came must serve: as the others that are there, or, while
+        there is none and one is waited for, as the last of several."""
+        others = [other for other in self.pool.links if other is not link]
+        for other in others:
+            if other.ready is not None and not other.refused and not other.withdrawn:
+                return other.ready
+        return self._served if others and self._outage is not None else None
+
+    def _resume(self, link: EngineLink, old: Ready, new: Ready) -> None:
+        """Puts the requests that wait for an engine to the one that came."""
+        alive = self._lost <= {link} and link.last is not None and link.last.epoch == new.epoch
+        self._judge(died=not alive)
+        error = misfit(old, new)
+        if error is not None:
+            self._fail_waiting(error)
         if self.replay.waiting:
             logger.info("%d requests go on with the new engine", len(self.replay.waiting))
         self._send_waiting()
 
+    def _judge(self, *, died: bool) -> None:
+        """Before what a lost engine had goes to another: whether it is the cause."""
+        self._lost.clear()
+        guilty = self.replay.engine_back(died=died)
+        if guilty is not None:
+            logger.error("request %r killed the engine again and again", guilty.job.request_id)
+            self._owner.fail(guilty, guilty_error())
+
     def _send_waiting(self) -> None:
-        """As many as may go back now. Called whenever the engine is heard."""
-        while (state := self.replay.next()) is not None:
+        """As many as may go now. Called whenever an engine is heard."""
+        while self.replay.waiting:
+            trial = self.replay.trial
+            usable = [
+                link for link in self.pool.usable() if trial is None or link is not trial.link
+            ]
+            if not usable:
+                return
+            state = self.replay.next(elsewhere=True)
+            if state is None:
+                return
+            link = self._choose(state, usable)
+            if link is None:
+                self._owner.fail(state, too_long(state, max(other.room() for other in usable)))
+                continue
             try:
-                self._give(state)
+                self._give(state, link)
             except Unavailable:
                 return  # the wire is full
             self.replay.sent(state)
 
-    def engine_gone(self, reason: str) -> None:
-        self._health.set(engine=False)
-        self.stats = None
-        if self._metrics.model is not None:
-            self._metrics.model.engine_gone()
-        self._left_behind = {*self.live, *self.aborted}
-        self.aborted.clear()
-        for engine_id, state in list(self.live.items()):
+    def engine_gone(self, link: EngineLink, reason: str) -> None:
+        if self._metrics.model is not None and link.last is not None:
+            self._metrics.model.engine_gone(link.last.epoch)
+        for engine_id, state in list(link.live.items()):
             if not state.engine_finished:
-                del self.live[engine_id]
+                del link.live[engine_id]
                 self.replay.lose(state)
+                self._lost.add(link)
+        self.update_health()
+        if self.first is not None:
+            self._judge(died=True)
+            if self.replay.waiting:
+                logger.info("%d requests move to other engines", len(self.replay.waiting))
+            self._send_waiting()
+            return
+        if link.refused or (link.shut_out and self._outage is not None):
+            return
         self._end_outage()
         if self._restart_timeout > 0:
             self._outage = asyncio.get_running_loop().call_later(
@@ -204,6 +339,12 @@ class EngineSide:
         error = Unavailable(
             "engine_dead", f"the request was lost: {reason}", retry_after=RETRY_AFTER_S
         )
+        self._fail_waiting(error)
+        for link in self.pool.links:
+            if link.refused and link.ready is not None:
+                self.engine_ready(link, link.ready)
+
+    def _fail_waiting(self, error: PagewireError) -> None:
         for state in list(self.replay.waiting.values()):
             self._owner.fail(state, error)
 
@@ -212,133 +353,66 @@ class EngineSide:
             self._outage.cancel()
             self._outage = None
 
-    def engine_stalled(self, stalled: bool) -> None:
-        self._health.set(stalled=stalled)
+    def engine_stalled(self, link: EngineLink) -> None:
+        self.update_health()
 
-    def engine_stats(self, stats: StepStats) -> None:
+    def engine_stats(self, link: EngineLink, stats: StepStats) -> None:
         if self.replay.waiting:
             self._send_waiting()
-        self._note_stats(stats)
+        self._note_stats(link, stats)
 
-    def _note_stats(self, stats: StepStats) -> None:
-        self.stats = stats
-        if self._metrics.model is not None:
-            self._metrics.model.engine_stats(stats, self.client.epoch)
+    def _note_stats(self, link: EngineLink, stats: StepStats) -> None:
+        link.note_stats(stats)
+        if self._metrics.model is not None and not link.refused:
+            self._metrics.model.engine_stats(stats, link.client.epoch)
 
-    def engine_step(self, output: StepOutput) -> None:
-        """One pass over a step's columns; the whole step's ids leave in one message."""
-        now = self._clock()
+    def engine_step(self, link: EngineLink, output: StepOutput) -> None:
         # Before what this step gives back: an engine that shuts down does, and is not to
         # be asked again.
         if self.replay.waiting:
             self._send_waiting()
-        for started in output.started:
-            self._engine_started(started)
-        self._take_logprobs(output)
-        num_tokens = self._take_rows(output, now)
-        for finished in output.finished:
-            self._engine_finished(finished, now)
-        for internal_id in output.unknown_aborts:
-            self._abort_answered(internal_id, now)
-        self._text_stream.flush()
-        self._note_stats(output.stats)
+        num_tokens = self._reader.read(link, output, self._clock())
+        self._note_stats(link, output.stats)
+        if self.replay.waiting and link.avoided:
+            self._send_waiting()
         if self._metrics.model is not None:
             lag_s = (time.monotonic_ns() - output.sent_ns) / 1e9
             self._metrics.model.engine_step(output.stats, num_tokens, lag_s)
 
-    def _take_logprobs(self, output: StepOutput) -> None:
-        for logprobs in output.logprobs:
-            state = self.live.get(logprobs.request_id)
-            if state is not None:
-                state.logprobs.add(logprobs)
+    def started(self, state: RequestState) -> None:
+        self._owner.started(state)
 
-    def _take_rows(self, output: StepOutput, now: float) -> int:
-        """Appends each row's ids to its request; returns the number taken."""
-        live, push = self.live, self._text_stream.push
-        ids = unpack_ids(output.token_ids)
-        gaps: dict[float, int] = {}
-        end = taken = 0
-        for internal_id, count in zip(
-            unpack_request_ids(output.request_ids), unpack_counts(output.counts), strict=True
-        ):
-            begin, end = end, end + count
-            state = live.get(internal_id)
-            if state is None or count == 0:
-                continue
-            state.output_ids += ids[begin:end]
-            taken += count
-            if state.first_token_at:
-                gap = now - state.last_token_at
-                gaps[gap] = gaps.get(gap, 0) + 1
-            else:
-                self._first_token(state, now)
-            state.last_token_at = now
-            push(state)
-        if gaps and self._metrics.model is not None:
-            self._metrics.model.token_gaps(gaps)
-        return taken
+    def take_back(self, state: RequestState) -> bool:
+        """StepReader's: a request waits to be sent again, if an engine is or may come."""
+        others = any(link is not state.link for link in self.pool.usable())
+        return (others or self._restart_timeout > 0) and self.replay.take_back(state)
 
-    def _first_token(self, state: RequestState, now: float) -> None:
-        state.first_token_at = now
-        state.reservation.first_output()
-        if self._metrics.model is not None and not state.index:
-            self._metrics.model.first_token(now - state.arrived_at)
 
-    def _engine_started(self, started: Started) -> None:
-        state = self.live.get(started.request_id)
-        if state is None or state.started:
-            return
-        state.started = True
-        state.num_cached_tokens = started.num_cached_tokens
-        state.queue_s = started.queue_s
-        if self._metrics.model is not None and not state.index:
-            self._metrics.model.started(state)
+def fits(state: RequestState, link: EngineLink) -> bool:
+    """Whether a usable engine has room for the whole sequence."""
+    assert state.sampling is not None
+    num_prompt = len(state.prompt_ids)
+    if num_prompt + max(1, state.sampling.max_tokens) > link.room():
+        return False
+    return link.ready is None or find_room_fault(state.sampling, num_prompt, link.ready) is None
 
-    def _engine_finished(self, finished: Finished, now: float) -> None:
-        self._abort_answered(finished.request_id, now)
-        state = self.live.get(finished.request_id)
-        if state is None or state.engine_finished:
-            return
-        if finished.reason == FinishReason.ABORT and self._take_back(state, finished, now):
-            del self.live[finished.request_id]
-            return
-        state.engine_finished = True
-        state.finish_reason = finished.reason
-        state.stop_token_id = finished.stop_token_id
-        state.num_preemptions = finished.num_preemptions
-        if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            if state.num_adds == 1:
-                state.num_cached_tokens = finished.num_cached_tokens
-                state.queue_s = finished.queue_s
-            state.prefill_s = finished.prefill_s
-            state.decode_s = finished.decode_s
-        else:
-            state.error = self._engine_error(state, finished, now)
-            if finished.deadline_missed and not state.started and not state.index:
-                self._metrics.deadline_given_up()
-        # The text of what came before goes out first, also before an error.
-        self._text_stream.push(state)
 
-    def _take_back(self, state: RequestState, finished: Finished, now: float) -> bool:
-        """Whether a request that the engine ended unasked waits to be sent again: the
-        engine shuts down, or had lost the connection."""
-        near = state.deadline is not None and state.deadline - now < DEADLINE_SLACK_S
-        if near or finished.deadline_missed:
-            return False
-        return self._restart_timeout > 0 and self.replay.take_back(state)
+def _by_link(states: Iterable[RequestState]) -> dict[EngineLink, list[RequestState]]:
+    """Those that are with an engine, by engine."""
+    found: dict[EngineLink, list[RequestState]] = {}
+    for state in states:
+        if state.link is not None and state.engine_id in state.link.live:
+            found.setdefault(state.link, []).append(state)
+    return found
 
-    def _engine_error(self, state: RequestState, finished: Finished, now: float) -> PagewireError:
-        if finished.reason == FinishReason.ERROR and finished.field:
-            return InvalidRequest(finished.field, finished.error)
-        if finished.reason == FinishReason.ERROR:
-            return InternalError(finished.error or "the engine could not serve the request")
-        if state.deadline is not None and state.deadline - now < DEADLINE_SLACK_S:
-            return DeadlineExceeded("the deadline passed")
-        if finished.deadline_missed:
-            return DeadlineExceeded("the deadline could not be met any more")
-        return Unavailable("engine_dead", "the engine ended the request", retry_after=RETRY_AFTER_S)
 
-    def _abort_answered(self, internal_id: int, now: float) -> None:
-        sent_at = self.aborted.pop(internal_id, None)
-        if sent_at is not None and self._metrics.model is not None:
-            self._metrics.model.abort_answered(now - sent_at)
+def _take_away(link: EngineLink, states: Iterable[RequestState]) -> None:
+    """The engine is to forget these sequences of its own."""
+    unfinished = []
+    for state in states:
+        del link.live[state.engine_id]
+        if not state.engine_finished:
+            unfinished.append(state.engine_id)
+    if unfinished:
+        link.abort(*unfinished)
+    link.note_empty()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frontend.stream import Delta, Finish
+from frontend.stream import Finish, Outbox
 
 if TYPE_CHECKING:
     from frontend.dispatcher import Dispatcher
     from frontend.request import Job
+    from frontend.stream import Delta, Queued
 
 
 class Generation:
     """Entering admits, tokenizes and sends; leaving aborts whatever has not ended.
 
-    Iterating yields deltas; `finish` is set when they end well. `deadline` is on the
+    Iterating yields deltas, and before them the place in the queue if the job says so;
+    `finish` is set when they end well. `deadline` is on the
     dispatcher's clock. Entering raises what Dispatcher.admit, tokenize and launch do,
     iterating the error that ended the request.
     """
@@ -27,7 +29,7 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         dispatcher = self._dispatcher
-        self._state = dispatcher.admit(self._job, self._deadline)
+        self._state = dispatcher.admit(self._job, self._deadline, self._outbox())
         try:
             await dispatcher.tokenize(self._state)
             dispatcher.launch(self._state)
@@ -41,10 +43,18 @@ class Generation:
     ) -> None:
         self._dispatcher.end(self._state, error)
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """As the engine has them, once entered."""
+        return self._state.prompt_ids
+
+    def _outbox(self) -> Outbox:
+        return Outbox()
+
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Delta | Queued:
         item = await self._state.outbox.take()
         if isinstance(item, Finish):
             self.finish = item

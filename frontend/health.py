@@ -13,7 +13,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +37,17 @@ class Condition:
         return self.engine and self.tokenizer and not self.stalled and not self.draining
 
 
+class _Servicer(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """grpcio's does not implement List, and logs a traceback when it is called."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: object) -> Any:
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=status)
+            for service, status in self._server_status.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 class HealthBoard:
     """The one place that knows whether this frontend serves.
 
@@ -48,8 +59,7 @@ class HealthBoard:
     def __init__(self, services: Iterable[str], always_serving: Iterable[str] = ()) -> None:
         self._services = tuple(services)
         self._always = tuple(always_serving)
-        # The aio servicer has no type stubs.
-        self.servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self.servicer: Any = _Servicer()
         self.condition = Condition()
         self._changed = asyncio.Event()
         self._served = asyncio.Event()

@@ -104,14 +104,14 @@ class Edge(Interceptor):
         assert not handler.request_streaming, "no client streaming in pagewire.v1's public API"
         metadata = dict(handler_call_details.invocation_metadata or ())
         wrap = functools.partial(self._serve, method=method, metadata=metadata)
-        deserialize = functools.partial(_deserialize, handler.request_deserializer)
+        decode = functools.partial(deserialize, handler.request_deserializer)
         if handler.response_streaming:
             assert inspect.iscoroutinefunction(handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(
-                _coroutine(wrap, handler.unary_stream), deserialize, handler.response_serializer
+                _coroutine(wrap, handler.unary_stream), decode, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            _coroutine(wrap, handler.unary_unary), deserialize, handler.response_serializer
+            _coroutine(wrap, handler.unary_unary), decode, handler.response_serializer
         )
 
     async def _serve(
@@ -123,7 +123,7 @@ class Edge(Interceptor):
         method: str,
         metadata: dict[str, Any],
     ) -> Any:
-        call = _make_call(method, metadata, context)
+        call = make_call(method, metadata, context)
         _call.set(call)
         fields = {"request_id": call.request_id}
         if call.trace_id is not None:
@@ -138,7 +138,7 @@ class Edge(Interceptor):
             except Exception as error:
                 status = _status_of(error)
                 self._metrics.rpc_handled(method, status.code.name)
-                await _abort(context, status, (*call.metadata, *status.trailing_metadata))
+                await abort(context, status, (*call.metadata, *status.trailing_metadata))
             self._metrics.rpc_handled(method, grpc.StatusCode.OK.name)
             return response
 
@@ -171,9 +171,10 @@ async def send(operation: Awaitable[None]) -> None:
         raise Cancelled("the client is gone") from None
 
 
-async def _abort(
+async def abort(
     context: Context, status: RichStatus, trailing: tuple[tuple[str, str | bytes], ...]
 ) -> None:
+    """Ends the call with that status; never returns."""
     try:
         await context.abort(status.code, status.message, trailing)
     except grpc.aio.InternalError:
@@ -191,29 +192,40 @@ def _coroutine(
     return handle
 
 
-def _deserialize(deserializer: Callable[[bytes], Any], body: bytes) -> Any:
-    # An exception here would end the call with UNKNOWN and a traceback in the log.
+def deserialize(deserializer: Callable[[bytes], Any], body: bytes) -> Any:
+    """The message, or Undecodable: an exception here would end the call with UNKNOWN and a
+    traceback in the log."""
     try:
         return deserializer(body)
     except Exception:
         return Undecodable()
 
 
-def _make_call(method: str, metadata: dict[str, Any], context: Context) -> Call:
-    request_id = metadata.get(REQUEST_ID_KEY, "")
-    if not (
-        isinstance(request_id, str)
-        and 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS
-        and is_printable_ascii(request_id)
+def read_request_id(given: object) -> str:
+    """`given`, or one that is made up where that is no request id."""
+    if (
+        isinstance(given, str)
+        and 1 <= len(given) <= MAX_REQUEST_ID_CHARS
+        and is_printable_ascii(given)
     ):
-        request_id = secrets.token_hex(16)
-    traceparent = metadata.get("traceparent", "")
+        return given
+    return secrets.token_hex(16)
+
+
+def read_trace_id(traceparent: object) -> str | None:
+    """Of a W3C traceparent; None where it is none."""
     trace = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+    return None if trace is None else trace[1]
+
+
+def make_call(method: str, metadata: dict[str, Any], context: Context) -> Call:
+    """What its metadata says of a call; ids that are no ids are replaced."""
+    request_id = read_request_id(metadata.get(REQUEST_ID_KEY, ""))
+    trace_id = read_trace_id(metadata.get("traceparent", ""))
     remaining: float | None = context.time_remaining()
     deadline = None
     if remaining is not None and remaining < NO_DEADLINE_S:
         deadline = asyncio.get_running_loop().time() + remaining
-    trace_id = trace[1] if trace is not None else None
     return Call(method, request_id, trace_id, deadline, metadata.get(TENANT_KEY, ""))
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -29,6 +31,8 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 ENGINE = "0"
 _LABELS = ("model_name", "engine")
 _MAX_LAG_S = 60.0
+_NO_TOTALS: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
+_MAX_OUT_OF_REACH = 64
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -171,8 +175,12 @@ class ModelMetrics:
         self._registry = registry
         self._labels = (name, ENGINE)
         self._collectors: list[Collector] = []
-        self._totals = (0, 0, 0)
-        self._totals_epoch = 0
+        self._readies: dict[int, Ready] = {}
+        """The engines that are there, by epoch; their figures are added up."""
+        self._stats: dict[int, StepStats] = {}
+        """Their last ones."""
+        self._counted: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        """Of engines that are out of reach: what is in the counters already."""
         self._init_engine()
         self._init_requests()
         self._init_steps()
@@ -194,6 +202,22 @@ class ModelMetrics:
         )
         self._prefix_hits = self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        )
+        self._external_queries = self._counter(
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens not on the device that were looked up in host memory.",
+        )
+        self._external_hits = self._counter(
+            "vllm:external_prefix_cache_hits", "Prompt tokens restored from host memory."
+        )
+        self._offloaded = self._counter(
+            "pagewire_kv_blocks_offloaded", "KV blocks copied to host memory."
+        )
+        self._restored = self._counter(
+            "pagewire_kv_blocks_restored", "KV blocks copied back from host memory."
+        )
+        self._host_usage = self._gauge(
+            "pagewire_kv_offload_usage_perc", "KV blocks of host memory in use, 0 to 1."
         )
         self._generation = self._counter("vllm:generation_tokens", "Output tokens.")
 
@@ -271,26 +295,56 @@ class ModelMetrics:
     # The engine's side.
 
     def engine_ready(self, ready: Ready) -> None:
+        self._readies[ready.epoch] = ready
+        self._set_cache_config()
+
+    def engine_gone(self, epoch: int) -> None:
+        self._readies.pop(epoch, None)
+        last = self._stats.pop(epoch, None)
+        if last is not None:
+            self._counted[epoch] = _totals(last)
+            if len(self._counted) > _MAX_OUT_OF_REACH:
+                self._counted.popitem(last=False)
+        if self._readies:
+            self._set_cache_config()
+        self._set_gauges()
+
+    def _set_cache_config(self) -> None:
+        block_size = next(iter(self._readies.values())).block_size
+        num_blocks = sum(ready.num_blocks for ready in self._readies.values())
         self._cache_config.clear()
-        self._cache_config.labels(*self._labels, str(ready.block_size), str(ready.num_blocks)).set(
-            1
-        )
+        self._cache_config.labels(*self._labels, str(block_size), str(num_blocks)).set(1)
 
-    def engine_gone(self) -> None:
-        for gauge in (self._running, self._waiting, self._kv_usage):
-            gauge.set(0)
-
-    def engine_stats(self, stats: StepStats, epoch: int) -> None:
+    def _set_gauges(self) -> None:
+        stats = total_stats(self._stats.values())
+        if stats is None:
+            for gauge in (self._running, self._waiting, self._kv_usage, self._host_usage):
+                gauge.set(0)
+            return
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(kv_cache_usage(stats))
-        last = self._totals if epoch == self._totals_epoch else (0, 0, 0)
-        totals = (stats.total_preemptions, stats.prefix_cache_queries, stats.prefix_cache_hits)
+        if stats.num_host_blocks:
+            self._host_usage.set(stats.num_used_host_blocks / stats.num_host_blocks)
+
+    def engine_stats(self, stats: StepStats, epoch: int) -> None:
+        before = self._stats.get(epoch)
+        last = self._counted.pop(epoch, _NO_TOTALS) if before is None else _totals(before)
+        self._stats[epoch] = stats
+        self._set_gauges()
+        totals = _totals(stats)
         if totals != last:
-            counters = (self._preemptions, self._prefix_queries, self._prefix_hits)
+            counters = (
+                self._preemptions,
+                self._prefix_queries,
+                self._prefix_hits,
+                self._external_queries,
+                self._external_hits,
+                self._offloaded,
+                self._restored,
+            )
             for counter, new, old in zip(counters, totals, last, strict=True):
                 counter.inc(max(0, new - old))
-        self._totals, self._totals_epoch = totals, epoch
 
     def engine_step(self, stats: StepStats, num_output_tokens: int, lag_s: float) -> None:
         if stats.num_batched_tokens:
@@ -363,6 +417,35 @@ class ModelMetrics:
         self._registry.register(histogram)
         self._collectors.append(histogram)
         return histogram
+
+
+def total_stats(all_stats: Iterable[StepStats]) -> StepStats | None:
+    """The sums of what several engines say; None of none."""
+    total: StepStats | None = None
+    for stats in all_stats:
+        if total is None:
+            total = stats
+            continue
+        sums = {
+            name: getattr(total, name) + getattr(stats, name)
+            for name in stats.__struct_fields__
+            if name not in ("step_s", "abort_to_free_s")
+        }
+        total = msgspec.structs.replace(total, **sums)
+    return total
+
+
+def _totals(stats: StepStats) -> tuple[int, ...]:
+    """What only grows, in the order of _NO_TOTALS."""
+    return (
+        stats.total_preemptions,
+        stats.prefix_cache_queries,
+        stats.prefix_cache_hits,
+        stats.host_cache_queries,
+        stats.host_cache_hits,
+        stats.total_offloaded_blocks,
+        stats.total_restored_blocks,
+    )
 
 
 def kv_cache_usage(stats: StepStats) -> float:

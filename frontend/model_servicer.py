@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frontend import convert
+from frontend.convert import answers
 from frontend.validate import check_model
 from pagewire.errors import InvalidRequest
 from pagewire.v1 import model_pb2_grpc
@@ -22,7 +22,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: Context
     ) -> model_pb2.ListModelsResponse:
-        return convert.list_models_response([self._model()])
+        return answers.list_models_response([self._model()])
 
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: Context
@@ -31,10 +31,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             raise InvalidRequest("name", "name is empty")
         model = self._model()
         check_model(request.name, self._dispatcher.limits(), field="name")
-        return convert.get_model_response(model)
+        return answers.get_model_response(model)
 
     def _model(self) -> model_pb2.Model:
         limits = self._dispatcher.limits()
-        ready = self._dispatcher.engine.ready
-        assert ready is not None
-        return convert.model(ready, has_chat_template=limits.has_chat_template)
+        ready = self._dispatcher.engine_side.served()
+        return answers.model(ready, has_chat_template=limits.has_chat_template)

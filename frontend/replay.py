@@ -13,6 +13,10 @@ suspect:
     a death during a trial  the suspect on trial is the cause and ends with
                             INTERNAL; all others are absolved
 
+Where there are several engines, the engine of a trial gets nothing else meanwhile,
+and those that are no suspects go to the others. A lost engine whose requests move on
+before anybody knows whether it lives counts as dead.
+
 This file decides and remembers; sending and ending are the dispatcher's.
 """
 
@@ -45,10 +49,20 @@ class Replay:
         self._on_trial: RequestState | None = None
 
     @property
+    def trial(self) -> RequestState | None:
+        """The suspect on trial, as long as nothing is decided."""
+        if self._on_trial is None or _cleared(self._on_trial):
+            return None
+        return self._on_trial
+
+    def is_suspect(self, state: RequestState) -> bool:
+        return state in self._suspects
+
+    @property
     def trying(self) -> bool:
-        """Whether a request that arrives now must wait for the trials to end."""
-        undecided = self._on_trial is not None and not _cleared(self._on_trial)
-        return undecided or bool(self._suspects)
+        """Whether a request that arrives now must wait for the trials to end, unless
+        there is another engine."""
+        return self.trial is not None or bool(self._suspects)
 
     def wait(self, state: RequestState) -> None:
         """A request that no engine has been given yet."""
@@ -70,11 +84,15 @@ class Replay:
         if state.num_returns == MAX_RETURNS:
             return False
         state.num_returns += 1
+        self.move(state)
+        return True
+
+    def move(self, state: RequestState) -> None:
+        """A request that was with a living engine, and is to go on with one."""
         self.waiting[state.internal_id] = state
         if state is self._on_trial:
             self._on_trial = None
             self._suspects.append(state)
-        return True
 
     def forget(self, state: RequestState) -> bool:
         """The request has ended. Returns whether it was waiting. Idempotent."""
@@ -87,11 +105,13 @@ class Replay:
         return True
 
     def engine_back(self, *, died: bool) -> RequestState | None:
-        """Before anything is sent to an engine that came. Returns the request that
-        killed the last one, if that is known."""
+        """Before what was lost is sent to an engine: one that came, or another one.
+        Returns the request that killed the last one, if that is known."""
         sent = [s for s in self._was_sent if s.internal_id in self.waiting]
         self._was_sent = []
-        tried, self._on_trial = self._on_trial, None
+        tried = self._on_trial
+        if tried in sent:
+            self._on_trial = None
         for state in sent:
             if _cleared(state):
                 state.num_deaths = 0
@@ -113,10 +133,14 @@ class Replay:
         self._suspects = sorted(suspects, key=lambda state: state.arrived_at)
         return None
 
-    def next(self) -> RequestState | None:
-        """The request to send now, still waiting until sent() is told."""
-        if self._on_trial is not None and not _cleared(self._on_trial):
-            return None
+    def next(self, *, elsewhere: bool = False) -> RequestState | None:
+        """The request to send now, still waiting until sent() is told.
+
+        `elsewhere`: there is an engine besides that of the trial.
+        """
+        if self.trial is not None:
+            others = (s for s in self.waiting.values() if s.num_deaths < SUSPECT_AFTER)
+            return next(others, None) if elsewhere else None
         self._on_trial = None
         if self._suspects:
             return self._suspects[-1]
@@ -125,8 +149,7 @@ class Replay:
     def sent(self, state: RequestState) -> None:
         """The engine was given what next() named."""
         del self.waiting[state.internal_id]
-        if self._suspects:
-            assert state is self._suspects[-1]
+        if self._suspects and state is self._suspects[-1]:
             self._on_trial = self._suspects.pop()
 
 
@@ -138,23 +161,39 @@ def guilty_error() -> PagewireError:
     return InternalError("the engine died each time it ran this request")
 
 
-def misfit(state: RequestState, old: Ready, new: Ready) -> PagewireError | None:
-    """Why the request cannot go on with the engine that came, if it cannot."""
-    if _identity(new) != _identity(old):
-        return Unavailable(
-            "engine_dead",
-            "the request was lost: the engine came back with another model or vocabulary",
-        )
+def misfit(old: Ready, new: Ready) -> PagewireError | None:
+    """Why requests cannot go on with the engine that came, if they cannot."""
+    if _identity(new) == _identity(old):
+        return None
+    return Unavailable(
+        "engine_dead",
+        "the request was lost: the engine came back with another model or vocabulary",
+    )
+
+
+def too_long(state: RequestState, room: int) -> PagewireError:
+    """For a request that no engine has room for; `room` is the most there is, in tokens."""
     assert state.sampling is not None
-    num_tokens = len(state.prompt_ids) + state.sampling.max_tokens
-    # The last token of all is drawn but never computed: it needs no KV.
-    room = min(new.max_model_len, new.num_blocks * new.block_size + 1)
-    if num_tokens > room:
+    if state.sampling.beam is not None:
         return Unavailable(
             "engine_dead",
-            f"the request was lost: with its max_tokens it needs {num_tokens} tokens, "
-            f"and the engine that came back has room for {room}",
+            f"the request was lost: the engine that came back has no room for its "
+            f"{state.sampling.beam.width} beams",
         )
+    num_tokens = len(state.prompt_ids) + max(1, state.sampling.max_tokens)
+    return Unavailable(
+        "engine_dead",
+        f"the request was lost: with its max_tokens it needs {num_tokens} tokens, "
+        f"and the engine that came back has room for {room}",
+    )
+
+
+def mismatch(reference: Ready, ready: Ready) -> str | None:
+    """Why an engine cannot serve beside the one of `reference`, if it cannot."""
+    for name in ("model_name", "architecture", "vocab_size", "eos_token_ids", "max_model_len"):
+        ours, theirs = getattr(reference, name), getattr(ready, name)
+        if ours != theirs:
+            return f"its {name} is {theirs!r}, and that of the others {ours!r}"
     return None
 
 

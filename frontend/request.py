@@ -8,23 +8,31 @@ holds enough to start it again on another engine or another tokenizer worker.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Literal
 
 from frontend.logprobs import LogprobsRecord
+from frontend.output_text import OutputText
+from frontend.tool_plan import ToolPlan
 from pagewire.types import FinishReason
 
 if TYPE_CHECKING:
     import asyncio
 
     from frontend.admission import Reservation
+    from frontend.engine_link import EngineLink
+    from frontend.prompt import ReadPrompt
     from frontend.stream import Outbox, SequenceEnd
+    from frontend.tenant_limits import TenantShare
     from pagewire.errors import PagewireError
-    from pagewire.types import ConstraintKind, SamplingParams
+    from pagewire.tools import Tool, ToolCall
+    from pagewire.types import ConstraintKind, EarlyStopping, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     text: str
+    add_special_tokens: bool = True
     field = "prompt"
 
 
@@ -32,6 +40,18 @@ class TextPrompt:
 class ChatMessage:
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoiceCall:
+    kind: Literal["auto", "none", "required", "name"] | None
+    """None where none is set."""
+    name: str = ""
+    flag: bool = True
+    """What the others than name are set to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,8 @@ class ChatPrompt:
     continue_final_message: bool | None = None
     template_kwargs: dict[str, Any] | None = None
     """JSON values."""
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoiceCall | None = None
     field = "chat"
 
 
@@ -60,6 +82,13 @@ class StructuredOutputCall:
     text: str = ""
     choices: tuple[str, ...] = ()
     json_object: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchCall:
+    beam_width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = "false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +118,34 @@ class SamplingCall:
     n: int = 1
     best_of: int | None = None
     structured_output: StructuredOutputCall | None = None
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    beam_search: BeamSearchCall | None = None
+
+
+class WhenLost(Enum):
+    """What becomes of a resumable request while nobody reads it."""
+
+    RUN_ON = auto()
+    PAUSE = auto()
+    """It gives up its place at the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """How much of a sequence a client has; one of the counts is None."""
+
+    index: int
+    num_tokens: int | None
+    num_chars: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeCall:
+    """A client that comes back, nothing checked."""
+
+    request_id: str
+    received: tuple[Received, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +161,9 @@ class GenerateCall:
     tenant: str | None = None
     skip_prefix_cache: bool = False
     return_token_ids: bool = False
+    echo: bool = False
+    resumable: WhenLost | None = None
+    report_queue: bool = False
     streams: bool = False
     """Whether the output is wanted as it is made."""
 
@@ -123,12 +183,19 @@ class Job:
     bad_words: tuple[str, ...] = ()
     """Whose ids are not in `sampling` yet."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    echo: bool = False
+    tools: ToolPlan = field(default_factory=ToolPlan)
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
     skip_prefix_cache: bool = False
     return_token_ids: bool = False
+    resumable: WhenLost | None = None
+    """None: it ends with its connection."""
+    report_queue: bool = False
     n: int = 1
     """Sequences to return."""
     best_of: int = 1
@@ -151,10 +218,13 @@ class RequestState:
     job: Job
     outbox: Outbox
     reservation: Reservation
+    share: TenantShare
     arrived_at: float
     """Monotonic seconds, as are all times here."""
     deadline: float | None
     prompt_ids: list[int] = field(default_factory=list)
+    echo: str = ""
+    """The prompt's text, if its sequences begin with it."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The job's, in token ids."""
     sampling: SamplingParams | None = None
@@ -166,9 +236,11 @@ class RequestState:
     end: SequenceEnd | None = None
     """How the sequence ended, once it has ended well."""
     output_ids: list[int] = field(default_factory=list)
+    beam_score: float | None = None
+    text: OutputText = field(default_factory=OutputText)
     logprobs: LogprobsRecord = field(default_factory=LogprobsRecord)
 
-    tokenizing: asyncio.Future[list[int]] | None = None
+    tokenizing: asyncio.Future[ReadPrompt] | None = None
     """The wait for the prompt's ids, so that a cancel can end it."""
     error: PagewireError | None = None
     """Why it failed, once it has."""
@@ -176,6 +248,8 @@ class RequestState:
     """stop, length, abort or error once it is settled."""
 
     # With the engine.
+    link: EngineLink | None = None
+    """The engine that has it, or had it last."""
     engine_id: int = 0
     """Its id in its present life at an engine; internal_id is the first, and names
     it to the tokenizer for good."""

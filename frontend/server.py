@@ -1,8 +1,9 @@
 """Builds the frontend's servers and carries them from start to drained exit.
 
 start -> (NOT_SERVING until engine and tokenizer are there) -> SERVING
-SIGTERM: NOT_SERVING, refuse new, finish running (drain_timeout), end the rest, exit 0
-a second signal: end at once
+SIGTERM: NOT_SERVING, still accept (drain_grace), then refuse new, finish running
+         (drain_timeout), end the rest, exit 0
+a second signal, or the launcher's death: end at once
 """
 
 from __future__ import annotations
@@ -11,23 +12,34 @@ import asyncio
 import contextlib
 import logging
 import signal
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from frontend.admin_servicer import AdminServicer
+from frontend.auth import Auth
+from frontend.bodies import Bodies
 from frontend.dispatcher import Dispatcher
+from frontend.gate import Gate
 from frontend.health import HealthBoard
 from frontend.http import HttpServer
 from frontend.interceptors import Edge
 from frontend.metrics import Metrics
 from frontend.model_servicer import ModelServicer
+from frontend.openai.routes import openai_routes
 from frontend.reflection import add_reflection
+from frontend.resume import Resumables
 from frontend.servicer import InferenceServicer
+from frontend.tls import tls_of
 from frontend.tokenizer_servicer import TokenizerServicer
+from frontend.watched_file import watch_forever
+from pagewire import collector
 from pagewire.errors import ConfigError, Unavailable
+from pagewire.launch import ORPHANED
 from pagewire.obs import ready
+from pagewire.obs.complaints import Complaints
 from pagewire.v1 import (
     admin_pb2_grpc,
     inference_pb2_grpc,
@@ -36,6 +48,9 @@ from pagewire.v1 import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from frontend.watched_file import WatchedFiles
     from pagewire.config import FrontendConfig
 
 logger = logging.getLogger(__name__)
@@ -47,6 +62,7 @@ PUBLIC_SERVICES = (
 )
 ADMIN_SERVICES = ("pagewire.v1.AdminService",)
 HEALTH_SERVICE = "grpc.health.v1.Health"
+MIN_OPEN_CALLS = 4096
 FLUSH_S = 1.0
 """How long the last frames and statuses may take to leave after the drain."""
 
@@ -59,7 +75,27 @@ class Frontend:
         self.metrics = Metrics()
         self.health = HealthBoard(("", *PUBLIC_SERVICES), ADMIN_SERVICES)
         self.dispatcher = Dispatcher(config, self.metrics, self.health)
-        self._http = HttpServer(config.host, config.http_port, self.metrics, self.health)
+        self.resumables = Resumables(
+            self.dispatcher, config.resume_ttl, config.max_requests, clock=time.monotonic
+        )
+        self._complaints = Complaints(logger)
+        self._auth = Auth(config.api_keys, config.auth_exempt)
+        self._tls = tls_of(config)
+        self._http = HttpServer(
+            config.host,
+            config.http_port,
+            self.metrics,
+            self.health,
+            auth=self._auth,
+            complaints=self._complaints,
+            tls=None if self._tls is None else self._tls.http_context(),
+            routes=openai_routes(
+                self.dispatcher,
+                self.metrics,
+                self.health,
+                max_body_bytes=config.max_message_mib * 2**20,
+            ),
+        )
         self._signals = 0
         self._closed = False
         self._stop = asyncio.Event()
@@ -70,7 +106,7 @@ class Frontend:
         config = self._config
         self._public = self._grpc_server((*PUBLIC_SERVICES, HEALTH_SERVICE))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(self.dispatcher), self._public
+            InferenceServicer(self.dispatcher, self.resumables), self._public
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
             TokenizerServicer(self.dispatcher), self._public
@@ -82,8 +118,8 @@ class Frontend:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.dispatcher, config.drain_timeout), self._admin
         )
-        self.address = _bind(self._public, "--port", config.host, config.port)
-        self.admin_address = _bind(
+        self.address = self._bind(self._public, "--port", config.host, config.port)
+        self.admin_address = self._bind(
             self._admin, "--admin-port", config.admin_host, config.admin_port
         )
         await self._http.start()
@@ -91,12 +127,23 @@ class Frontend:
         await self.dispatcher.start()
         await self._public.start()
         await self._admin.start()
+        self._watch = asyncio.get_running_loop().create_task(
+            watch_forever(self._watched()), name="watch-files"
+        )
         logger.info(
             "listening: grpc %s, admin %s, http %s",
             self.address,
             self.admin_address,
             self.http_address,
         )
+
+    def _watched(self) -> list[WatchedFiles[Any]]:
+        files: list[WatchedFiles[Any] | None] = [
+            self._auth.keys,
+            self.dispatcher.tenants.limits,
+            None if self._tls is None else self._tls.watched,
+        ]
+        return [watched for watched in files if watched is not None]
 
     @property
     def http_address(self) -> str:
@@ -107,7 +154,9 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(ORPHANED, self._on_orphaned)
         await self.start()
+        collector.settle()
         announce = loop.create_task(self._announce(), name="announce")
         await self._stop.wait()
         announce.cancel()
@@ -116,27 +165,35 @@ class Frontend:
 
     async def drain(self) -> None:
         """Finishes what runs, ends what does not finish, and closes everything."""
+        self.health.set(draining=True)
+        await self._unless_hurried(asyncio.sleep(self._config.drain_grace))
         self.dispatcher.drain()
         logger.info("draining %d requests", self.dispatcher.admission.requests)
-        idle = asyncio.ensure_future(self.dispatcher.wait_idle(self._config.drain_timeout))
-        hurry = asyncio.ensure_future(self._stop_now.wait())
-        await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
-        for task in (idle, hurry):
-            task.cancel()
-        await asyncio.gather(idle, hurry, return_exceptions=True)
+        await self._unless_hurried(self.dispatcher.wait_idle(self._config.drain_timeout))
         await self.close()
+
+    async def _unless_hurried(self, wait: Coroutine[Any, Any, object]) -> None:
+        """Until `wait` is over, or a second signal comes."""
+        hurry = asyncio.ensure_future(self._stop_now.wait())
+        task = asyncio.ensure_future(wait)
+        await asyncio.wait((task, hurry), return_when=asyncio.FIRST_COMPLETED)
+        for pending in (task, hurry):
+            pending.cancel()
+        await asyncio.gather(task, hurry, return_exceptions=True)
 
     async def close(self) -> None:
         """Ends what still runs with UNAVAILABLE and frees every port. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        self._watch.cancel()
         unfinished = self.dispatcher.admission.requests
         if unfinished:
             logger.warning("ending %d unfinished requests", unfinished)
             self.dispatcher.fail_all(
                 Unavailable("draining", "the server was shut down before the request ended")
             )
+            self.resumables.close()
             await self.dispatcher.wait_idle(FLUSH_S)
         # Watches of health never end by themselves: the grace is for the last trailers.
         await asyncio.gather(self._public.stop(FLUSH_S / 2), self._admin.stop(FLUSH_S / 2))
@@ -146,7 +203,7 @@ class Frontend:
 
     async def _announce(self) -> None:
         await self.health.wait_serving()
-        engine = self.dispatcher.engine.ready
+        engine = self.dispatcher.stats().ready
         ready.write_ready_file(
             self._config.ready_file,
             {
@@ -157,6 +214,11 @@ class Frontend:
             },
         )
 
+    def _on_orphaned(self) -> None:
+        logger.error("the launcher was killed")
+        self._stop.set()
+        self._stop_now.set()
+
     def _on_signal(self) -> None:
         self._signals += 1
         self._stop.set()
@@ -164,10 +226,27 @@ class Frontend:
             self._stop_now.set()
 
     def _grpc_server(self, services: tuple[str, ...]) -> grpc.aio.Server:
-        max_message_bytes = self._config.max_message_mib * 2**20
+        config = self._config
+        max_message_bytes = config.max_message_mib * 2**20
+        options: list[tuple[str, int]] = []
+        if config.max_connection_age:
+            options.append(("grpc.max_connection_age_ms", int(config.max_connection_age * 1000)))
+            if config.max_connection_age_grace:
+                grace_ms = int(config.max_connection_age_grace * 1000)
+                options.append(("grpc.max_connection_age_grace_ms", grace_ms))
         server = grpc.aio.server(
-            interceptors=(Edge(self.metrics),),
+            interceptors=(
+                Gate(self._auth, self.metrics, self._complaints),
+                Bodies(),
+                Edge(self.metrics),
+            ),
+            # Admission counts requests whose message has come. This bounds the calls that
+            # are only opened, over all connections; gRPC refuses the rest by itself.
+            maximum_concurrent_rpcs=max(MIN_OPEN_CALLS, 4 * config.max_requests),
             options=[
+                *options,
+                ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+                ("grpc.server_handshake_timeout_ms", 20_000),
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 # A port in use is an error, not a second listener on the same port.
@@ -183,16 +262,18 @@ class Frontend:
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, server)
-        if self._config.reflection:
+        if config.reflection:
             add_reflection(server, services)
         return server
 
-
-def _bind(server: grpc.aio.Server, setting: str, host: str, port: int) -> str:
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    bound = 0
-    with contextlib.suppress(RuntimeError):
-        bound = server.add_insecure_port(target)
-    if bound == 0:
-        raise ConfigError(f"{setting}: cannot bind {target}, perhaps it is in use")
-    return f"{target.rpartition(':')[0]}:{bound}"
+    def _bind(self, server: grpc.aio.Server, setting: str, host: str, port: int) -> str:
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        bound = 0
+        with contextlib.suppress(RuntimeError):
+            if self._tls is None:
+                bound = server.add_insecure_port(target)
+            else:
+                bound = server.add_secure_port(target, self._tls.grpc_credentials())
+        if bound == 0:
+            raise ConfigError(f"{setting}: cannot bind {target}, perhaps it is in use")
+        return f"{target.rpartition(':')[0]}:{bound}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from frontend import convert
+from frontend.convert import answers, calls
 from frontend.generation import Generation
 from frontend.interceptors import Context, current_call, send
 from frontend.validate import check_request_id, validate
@@ -14,12 +14,14 @@ from pagewire.v1 import inference_pb2_grpc
 if TYPE_CHECKING:
     from frontend.dispatcher import Dispatcher
     from frontend.request import Job
+    from frontend.resume import Resumables
     from pagewire.v1 import inference_pb2
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, resumables: Resumables) -> None:
         self._dispatcher = dispatcher
+        self._resumables = resumables
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -29,28 +31,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             outputs, finish = await generation.whole()
         # Only now: until there is an answer, a failure stays Trailers-Only and retryable.
         await send(context.send_initial_metadata(current_call().metadata))
-        return convert.generate_response(outputs, finish)
+        return answers.generate_response(outputs, finish)
 
     # A coroutine that writes, rather than a generator: a cancel then arrives here at
     # the await, also in the middle of a write, and the request ends in that same turn.
     async def GenerateStream(
         self, request: inference_pb2.GenerateStreamRequest, context: Context
     ) -> None:
-        job = self._job(request)
-        async with Generation(self._dispatcher, job, current_call().deadline) as generation:
+        async with self._generation(request) as generation:
             await send(context.send_initial_metadata(current_call().metadata))
-            async for delta in generation:
-                await send(context.write(convert.delta_frame(delta)))
+            async for item in generation:
+                await send(context.write(answers.stream_frame(item)))
             assert generation.finish is not None
-            await send(context.write(convert.final_frame(generation.finish)))
+            await send(context.write(answers.final_frame(generation.finish)))
 
     async def Cancel(
         self, request: inference_pb2.CancelRequest, context: Context
     ) -> inference_pb2.CancelResponse:
-        request_id = convert.cancel_id(request)
+        request_id = calls.cancel_id(request)
         check_request_id(request_id)
-        self._dispatcher.cancel(request_id)
-        return convert.cancel_response()
+        self._resumables.cancel(request_id)
+        return answers.cancel_response()
+
+    def _generation(self, request: inference_pb2.GenerateStreamRequest) -> Generation:
+        resume = calls.resume_call(request)
+        if resume is not None:
+            return self._resumables.resume(resume)
+        job, deadline = self._job(request), current_call().deadline
+        if job.resumable is not None:
+            return self._resumables.start(job, deadline)
+        return Generation(self._dispatcher, job, deadline)
 
     def _job(
         self, request: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest
@@ -60,5 +70,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # One x-request-id may cover several calls; their own ids must differ.
         if self._dispatcher.is_in_flight(default_id):
             default_id = f"{default_id[:111]}-{secrets.token_hex(8)}"
-        call = convert.generate_call(request)
+        call = calls.generate_call(request)
         return validate(call, limits, default_id, current_call().tenant)

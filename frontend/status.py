@@ -7,6 +7,7 @@ grpc-retry-pushback-ms, which gRPC clients' retry policies obey (gRFC A6).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,15 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-from pagewire.errors import AlreadyExists, InvalidRequest, NotFound, QueueFull, Unavailable
+from pagewire.errors import (
+    AlreadyExists,
+    FeatureDisabled,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    QuotaExceeded,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,8 +44,12 @@ STATUS = {
     "not_found": grpc.StatusCode.NOT_FOUND,
     "already_exists": grpc.StatusCode.ALREADY_EXISTS,
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "quota_exceeded": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
+    "permission_denied": grpc.StatusCode.PERMISSION_DENIED,
     "message_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "feature_disabled": grpc.StatusCode.FAILED_PRECONDITION,
+    "failed_precondition": grpc.StatusCode.FAILED_PRECONDITION,
     "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
     "cancelled": grpc.StatusCode.CANCELLED,
     "unavailable": grpc.StatusCode.UNAVAILABLE,
@@ -67,7 +80,7 @@ def rich_status(error: PagewireError, error_id: str | None = None) -> RichStatus
     trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     retry_after = _retry_after(error)
     if retry_after is not None:
-        trailing.append((PUSHBACK_KEY, str(int(retry_after * 1000))))
+        trailing.append((PUSHBACK_KEY, str(math.ceil(retry_after * 1000))))
     return RichStatus(code, message, tuple(trailing))
 
 
@@ -96,6 +109,13 @@ def _details(error: PagewireError, error_id: str | None) -> list[Message]:
     details: list[Message] = [info]
     if isinstance(error, QueueFull):
         info.metadata["queue_depth"] = str(error.queue_depth)
+        info.metadata["queued_tokens"] = str(error.queued_tokens)
+    if isinstance(error, QuotaExceeded):
+        info.metadata["quota"] = error.quota
+        quota = error_details_pb2.QuotaFailure.Violation(
+            subject=f"tenant:{error.tenant}", description=error.message[:MAX_MESSAGE_CHARS]
+        )
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     field = _field(error)
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -116,10 +136,12 @@ def _details(error: PagewireError, error_id: str | None) -> list[Message]:
 
 
 def _field(error: PagewireError) -> str:
-    if isinstance(error, InvalidRequest | NotFound):
+    if isinstance(error, InvalidRequest | NotFound | FeatureDisabled):
         return error.field
     return "request_id" if isinstance(error, AlreadyExists) else ""
 
 
 def _retry_after(error: PagewireError) -> float | None:
-    return error.retry_after if isinstance(error, QueueFull | Unavailable) else None
+    if isinstance(error, QueueFull | QuotaExceeded | Unavailable):
+        return error.retry_after
+    return None

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagewire.errors import PagewireError
+    from pagewire.tools import ToolCall
     from pagewire.types import FinishReason, Timings, Usage
     from pagewire.wire.messages import PositionLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: there is one a token, and a frozen one takes four times as long to make.
+@dataclass(slots=True)
 class Delta:
     """New text and, where asked for, new ids and logprobs since the last delta."""
 
@@ -30,6 +32,18 @@ class Delta:
     """In the first delta, if asked for."""
     index: int = 0
     """Whose it is, of the request's n sequences."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Complete with this delta; their text is not in `text`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits for its turn."""
+
+    position: int
+    """Requests ahead of it."""
+    wait_s: float | None
+    """Until it is likely to start; None where nothing is measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,8 @@ class SequenceEnd:
     stop_string: str | None = None
     stop_token_id: int | None = None
     eos_token_id: int | None = None
+    called_tools: bool = False
+    beam_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +79,29 @@ class Finish:
 class _Pending:
     """A delta in the making."""
 
-    __slots__ = ("ids", "logprobs", "texts")
+    __slots__ = ("ids", "logprobs", "texts", "tool_calls")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
+        self.tool_calls: list[ToolCall] = []
 
 
 class Outbox:
-    """At most one delta for each sequence, then one end: a Finish or an error.
+    """At most one Queued, one delta for each sequence, then one end: a Finish or an error.
 
     One writer, one reader, both in the event loop.
     """
 
-    __slots__ = ("_end", "_error", "_pending", "_prompt_logprobs", "_waiter")
+    __slots__ = ("_end", "_error", "_pending", "_prompt_logprobs", "_queued", "_waiter")
 
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
         """By index, those with something new, the one that waits longest first."""
         self._prompt_logprobs: Sequence[PositionLogprobs] = ()
         """For whichever delta is taken next."""
+        self._queued: Queued | None = None
         self._end: Finish | None = None
         self._error: PagewireError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -99,9 +117,10 @@ class Outbox:
         logprobs: Sequence[PositionLogprobs] = (),
         prompt_logprobs: Sequence[PositionLogprobs] = (),
         index: int = 0,
+        tool_calls: Sequence[ToolCall] = (),
     ) -> None:
         """Adds to the sequence's pending delta. Nothing new is no delta."""
-        if not (text or token_ids or logprobs or prompt_logprobs):
+        if not (text or token_ids or logprobs or prompt_logprobs or tool_calls):
             return
         pending = self._pending.get(index)
         if pending is None:
@@ -110,8 +129,14 @@ class Outbox:
             pending.texts.append(text)
         pending.ids.extend(token_ids)
         pending.logprobs.extend(logprobs)
+        pending.tool_calls.extend(tool_calls)
         if prompt_logprobs:
             self._prompt_logprobs = prompt_logprobs
+        self._wake()
+
+    def put_queued(self, queued: Queued) -> None:
+        """Takes the place of one that was not read yet."""
+        self._queued = queued
         self._wake()
 
     def finish(self, finish: Finish) -> None:
@@ -125,10 +150,13 @@ class Outbox:
             self._error = error
             self._wake()
 
-    async def take(self) -> Delta | Finish:
-        """A pending delta, else the Finish; waits for either. Raises the error."""
-        while not (self._pending or self.ended):
+    async def take(self) -> Queued | Delta | Finish:
+        """A pending Queued or delta, else the Finish; waits for either. Raises the error."""
+        while not (self._queued or self._pending or self.ended):
             await self._wait()
+        if self._queued is not None:
+            queued, self._queued = self._queued, None
+            return queued
         if self._pending:
             return self._take_delta(next(iter(self._pending)))
         if self._error is not None:
@@ -151,15 +179,18 @@ class Outbox:
         texts = pending.texts
         text = texts[0] if len(texts) == 1 else "".join(texts)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
-        return Delta(text, pending.ids, pending.logprobs, prompt_logprobs, index)
+        return Delta(
+            text, pending.ids, pending.logprobs, prompt_logprobs, index, pending.tool_calls
+        )
 
     async def _wait(self) -> None:
         assert self._waiter is None
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            await waiter
         finally:
-            self._waiter = None
+            if self._waiter is waiter:
+                self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from frontend import convert
+from frontend.convert import tokenizer
 from frontend.request import ChatPrompt, TextPrompt
 from frontend.status import field_violation
 from pagewire.errors import (
@@ -27,7 +27,8 @@ from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from frontend.convert import TokenizerInfo
+    from frontend.convert.tokenizer import TokenizerInfo
+    from frontend.request import Job
 
 logger = logging.getLogger(__name__)
 
@@ -64,28 +65,45 @@ class TokenizerClient:
 
     async def info(self) -> TokenizerInfo:
         """Waits for the service. Raises grpc.RpcError after INFO_TIMEOUT_S."""
-        return convert.tokenizer_info(
+        return tokenizer.tokenizer_info(
             await self.detokenizer.GetTokenizerInfo(
-                convert.tokenizer_info_request(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
+                tokenizer.tokenizer_info_request(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
             )
         )
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
-        """The prompt's ids. Raises InvalidRequest with the API's field, or Unavailable."""
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> tuple[list[int], str]:
+        """The prompt's ids and its text. Raises InvalidRequest with the API's field, or
+        Unavailable."""
         if isinstance(prompt, TextPrompt):
-            call = self._tokenizer.Tokenize(convert.tokenize_request(prompt))
-        else:
-            call = self._tokenizer.ApplyChatTemplate(convert.chat_template_request(prompt))
-        return convert.token_ids(await self._finish(call, prompt.field))
+            call = self._tokenizer.Tokenize(tokenizer.tokenize_request(prompt))
+            return tokenizer.token_ids(await self._finish(call, prompt.field)), prompt.text
+        call = self._tokenizer.ApplyChatTemplate(tokenizer.chat_template_request(prompt))
+        response = await self._finish(call, prompt.field)
+        return tokenizer.token_ids(response), tokenizer.rendered_text(response)
+
+    async def detokenize(self, token_ids: list[int], job: Job) -> str:
+        """The text of ids of the job's prompt, up to a character that they only begin."""
+        call = self._tokenizer.Detokenize(tokenizer.detokenize_prompt_request(token_ids, job))
+        return tokenizer.detokenized_text(await self._finish(call, job.prompt.field))
+
+    async def detokenize_text(self, token_ids: list[int], field: str) -> str:
+        """The text of ids, special tokens included. Errors name `field`."""
+        call = self._tokenizer.Detokenize(tokenizer.detokenize_text_request(token_ids))
+        return tokenizer.detokenized_text(await self._finish(call, field))
+
+    async def token_bytes(self, token_ids: list[int]) -> list[bytes]:
+        """What each token stands for; b"" for one that only the model has."""
+        call = self.detokenizer.GetTokenBytes(tokenizer.token_bytes_request(token_ids))
+        return tokenizer.token_bytes(await self._finish(call, None))
 
     async def tokenize_text(self, text: str, field: str) -> list[int]:
         """The ids of a piece of text, with nothing added around them. Errors name `field`."""
-        call = self._tokenizer.Tokenize(convert.piece_request(text))
-        return convert.token_ids(await self._finish(call, field))
+        call = self._tokenizer.Tokenize(tokenizer.piece_request(text))
+        return tokenizer.token_ids(await self._finish(call, field))
 
     async def proxy(self, method: str, request: object) -> Any:
         """Passes a TokenizerService call of a client on; `model` is already checked."""
-        call = getattr(self._tokenizer, method)(convert.without_model(request))
+        call = getattr(self._tokenizer, method)(tokenizer.without_model(request))
         return await self._finish(call, None)
 
     async def _finish(self, call: Awaitable[T], field: str | None) -> T:

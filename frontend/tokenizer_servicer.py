@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from frontend import convert
+from frontend.convert import calls
 from frontend.interceptors import current_call, send
 from frontend.validate import check_model
 from pagewire.v1 import tokenizer_pb2_grpc
@@ -35,7 +35,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return await self._proxy("ApplyChatTemplate", request, context)  # type: ignore[no-any-return]
 
     async def _proxy(self, method: str, request: object, context: Context) -> Any:
-        check_model(convert.model_of(request), self._dispatcher.limits())
+        check_model(calls.model_of(request), self._dispatcher.limits())
         response = await self._dispatcher.tokenizer.proxy(method, request)
         await send(context.send_initial_metadata(current_call().metadata))
         return response

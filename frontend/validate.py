@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from frontend.auth import current_principal
+from frontend.beam import beam_params
 from frontend.branches import check_n
 from frontend.logits_params import check_ids, logits_params
 from frontend.logprobs import check_logprobs
+from frontend.prompt import check_max_tokens, check_truncation
 from frontend.request import ChatPrompt, GenerateCall, IdsPrompt, Job, Prompt, TextPrompt
 from frontend.structured_output import structured_output
+from frontend.tool_choice import plan_tools
 from pagewire.errors import InvalidRequest, NotFound
 from pagewire.types import MAX_TENANT_CHARS, SamplingParams
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from frontend.request import SamplingCall
+    from pagewire.tools import ToolCallFormat
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -48,6 +53,9 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float]
     has_chat_template: bool
+    chat_template_has_tools: bool = False
+    tool_call_format: ToolCallFormat = "none"
+    tool_call_special_tokens: tuple[str, ...] = ()
 
 
 def check_model(model: str | None, limits: Limits, *, field: str = "model") -> None:
@@ -61,7 +69,8 @@ def validate(
 ) -> Job:
     """Checks everything that needs no tokenizer. Raises InvalidRequest or NotFound.
 
-    The defaults come from the call's metadata.
+    The defaults come from the call's metadata. Raises PermissionDenied for another tenant
+    than the caller's own.
     """
     check_model(call.model, limits)
     if call.request_id is not None:
@@ -72,30 +81,46 @@ def validate(
         raise InvalidRequest(
             "cache_salt", f"cache_salt is longer than {MAX_CACHE_SALT_CHARS} characters"
         )
-    _check_prompt(call.prompt, limits)
+    _check_prompt(call.prompt, limits, cut=call.sampling.truncate_prompt_tokens is not None)
     sampling = call.sampling
+    tools = plan_tools(call.prompt, sampling, limits)
+    if tools.constraint is not None:
+        sampling = replace(sampling, structured_output=tools.constraint)
+    if call.echo and sampling.prompt_logprobs is None and sampling.beam_search is None:
+        # The text begins with the prompt, and so do its logprobs; a beam search has none.
+        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     _check_stops(sampling, limits)
     check_logprobs(sampling)
     n, best_of = check_n(sampling, streams=call.streams)
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        raise InvalidRequest(
-            "sampling_params.max_tokens", f"max_tokens is {sampling.max_tokens}, must be at least 1"
-        )
+    check_max_tokens(sampling, echo=call.echo, best_of=best_of)
+    check_truncation(sampling, limits.max_model_len)
+    beam = beam_params(
+        sampling, with_tools=tools.format is not None or tools.constraint is not None
+    )
+    if beam is not None:
+        # The model's own distribution is searched.
+        limits = replace(limits, default_sampling={})
     return Job(
         request_id=call.request_id if call.request_id is not None else default_request_id,
         model=limits.model,
         prompt=call.prompt,
-        sampling=_sampling_params(sampling, limits),
+        sampling=msgspec.structs.replace(_sampling_params(sampling, limits), beam=beam),
         max_tokens=sampling.max_tokens,
         stop=sampling.stop,
         bad_words=sampling.bad_words,
         skip_special_tokens=sampling.skip_special_tokens,
+        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        truncate_prompt_tokens=sampling.truncate_prompt_tokens,
+        echo=call.echo,
+        tools=tools,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         priority=call.priority,
         cache_salt=call.cache_salt,
         tenant=_tenant(call.tenant, default_tenant),
         skip_prefix_cache=call.skip_prefix_cache,
         return_token_ids=call.return_token_ids,
+        resumable=call.resumable,
+        report_queue=call.report_queue,
         n=n,
         best_of=best_of,
     )
@@ -142,6 +167,7 @@ def estimate_tokens(prompt: Prompt, max_model_len: int) -> int:
         estimate = len(prompt.text) // 4 + 1
     else:
         estimate = sum(len(message.content) // 4 + 8 for message in prompt.messages)
+        estimate += sum(len(str(tool.parameters)) // 4 + 32 for tool in prompt.tools)
     return min(estimate, max_model_len)
 
 
@@ -161,7 +187,7 @@ def is_printable_ascii(text: str) -> bool:
 
 
 def _tenant(given: str | None, default: str) -> str:
-    tenant = default if given is None else given
+    tenant = current_principal().tenant_of(default if given is None else given)
     if len(tenant) > MAX_TENANT_CHARS:
         source = "x-tenant-id" if given is None else "tenant"
         raise InvalidRequest(
@@ -171,7 +197,8 @@ def _tenant(given: str | None, default: str) -> str:
     return tenant
 
 
-def _check_prompt(prompt: Prompt, limits: Limits) -> None:
+def _check_prompt(prompt: Prompt, limits: Limits, *, cut: bool) -> None:
+    """cut: what does not fit is left out."""
     if isinstance(prompt, IdsPrompt):
         if not prompt.ids:
             raise InvalidRequest(prompt.field, "prompt_token_ids is empty")
@@ -184,7 +211,7 @@ def _check_prompt(prompt: Prompt, limits: Limits) -> None:
     else:
         _check_chat(prompt, limits)
         num_chars = sum(len(message.content) for message in prompt.messages)
-    if num_chars > limits.max_model_len * MAX_CHARS_PER_TOKEN:
+    if not cut and num_chars > limits.max_model_len * MAX_CHARS_PER_TOKEN:
         raise InvalidRequest(
             prompt.field,
             f"the prompt has {num_chars} characters, which cannot fit the context of "

@@ -26,6 +26,8 @@ from tests.support.fake_tokenizer import FakeTokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from frontend.engine_client import EngineClient
+
 WAIT_S = 10.0
 RICH = "grpc-status-details-bin"
 
@@ -42,9 +44,10 @@ class Failure:
         self.fields: list[str] = []
         self.retry_s: float | None = None
         self.resource = ""
+        self.quota = ""
         for detail in status_pb2.Status.FromString(self.trailing[RICH]).details:
             bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-            resource = error_details_pb2.ResourceInfo()
+            resource, quota = error_details_pb2.ResourceInfo(), error_details_pb2.QuotaFailure()
             if detail.Unpack(self.info):
                 continue
             if detail.Unpack(bad):
@@ -53,6 +56,8 @@ class Failure:
                 self.retry_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
             elif detail.Unpack(resource):
                 self.resource = resource.resource_name
+            elif detail.Unpack(quota):
+                self.quota = quota.violations[0].subject
 
 
 class Collected:
@@ -61,7 +66,7 @@ class Collected:
     def __init__(self, frames: list[Any]) -> None:
         assert [f.WhichOneof("frame") for f in frames] == ["delta"] * (len(frames) - 1) + ["final"]
         self.deltas = [f.delta for f in frames[:-1]]
-        assert all(d.text or d.token_ids for d in self.deltas)
+        assert all(d.text or d.token_ids or d.tool_calls for d in self.deltas)
         self.text = "".join(d.text for d in self.deltas)
         self.ids = [t for d in self.deltas for t in d.token_ids]
         self.final = frames[-1].final
@@ -78,13 +83,13 @@ class Stack:
 
     async def start(self, *, serving: bool = True) -> None:
         await self.tokenizer.start()
-        await self.engine.start()
+        engine_address = await self.start_engines()
         values: dict[str, Any] = {
             "port": 0,
             "http_port": 0,
             "admin_port": 0,
             "tokenizer_address": self.tokenizer.address,
-            "engine_address": self.engine.address,
+            "engine_address": engine_address,
             "outputs_bind": "tcp://127.0.0.1:0",
             "drain_timeout": 5.0,
         }
@@ -99,6 +104,16 @@ class Stack:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.admin_channel)
         if serving:
             await self.until(lambda: self.frontend.health.serving)
+
+    @property
+    def engine_client(self) -> EngineClient:
+        """The frontend's session with its (first) engine."""
+        return self.frontend.dispatcher.engine_side.pool.links[0].client
+
+    async def start_engines(self) -> str:
+        """Their addresses, as the setting takes them."""
+        await self.engine.start()
+        return str(self.engine.address)
 
     async def close(self) -> None:
         await self.channel.close()

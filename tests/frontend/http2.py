@@ -6,7 +6,7 @@ import asyncio
 import struct
 from dataclasses import dataclass
 
-DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0x0, 0x1, 0x4, 0x6, 0x8
+DATA, HEADERS, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x4, 0x6, 0x7, 0x8
 END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
 SETTINGS_INITIAL_WINDOW_SIZE = 0x4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -36,6 +36,7 @@ class Connection:
         self._next_stream = 1
         self.frames: list[Frame] = []
         """Those on streams, in order of arrival."""
+        self.goaways = 0
 
     async def open(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -55,6 +56,13 @@ class Connection:
     def call(self, path: str, message: bytes) -> int:
         """Starts a gRPC call; its stream id."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
+        self._send(Frame(HEADERS, END_HEADERS, stream, self.block(path)))
+        body = b"\0" + struct.pack(">I", len(message)) + message
+        self._send(Frame(DATA, END_STREAM, stream, body))
+        return stream
+
+    def block(self, path: str) -> bytes:
+        """The header block of a call."""
         fields = (
             (":method", "POST"),
             (":scheme", "http"),
@@ -63,11 +71,7 @@ class Connection:
             ("te", "trailers"),
             ("content-type", "application/grpc"),
         )
-        block = b"".join(_literal(name) + _literal(value, b"") for name, value in fields)
-        self._send(Frame(HEADERS, END_HEADERS, stream, block))
-        body = b"\0" + struct.pack(">I", len(message)) + message
-        self._send(Frame(DATA, END_STREAM, stream, body))
-        return stream
+        return b"".join(_literal(name) + _literal(value, b"") for name, value in fields)
 
     async def until_end(self, stream: int) -> list[Frame]:
         """All frames of a stream, up to the one that ends it."""
@@ -103,6 +107,8 @@ class Connection:
             self._send(Frame(SETTINGS, ACK, 0, b""))
         elif kind == PING and not flags & ACK:
             self._send(Frame(PING, ACK, 0, frame.payload))
+        elif kind == GOAWAY:
+            self.goaways += 1
         elif stream:
             self.frames.append(frame)
 

@@ -101,7 +101,7 @@ async def test_the_abort_leaves_in_the_handlers_own_turn(
     (request,) = await manual.engine.wait_running()
     turns: list[str] = []
     dispatcher = manual.frontend.dispatcher
-    real_end, real_send = dispatcher.end, dispatcher.engine._send
+    real_end, real_send = dispatcher.end, dispatcher.engine_side.pool.links[0].client._send
 
     def end(*arguments: Any) -> None:
         asyncio.get_running_loop().call_soon(turns.append, "next turn")
@@ -114,7 +114,7 @@ async def test_the_abort_leaves_in_the_handlers_own_turn(
         return real_send(command)
 
     monkeypatch.setattr(dispatcher, "end", end)
-    monkeypatch.setattr(dispatcher.engine, "_send", send)
+    monkeypatch.setattr(dispatcher.engine_side.pool.links[0].client, "_send", send)
     call.cancel()
     await aborted_once(manual, request.id)
     assert turns[:3] == ["exit", "abort", "next turn"]

@@ -100,7 +100,7 @@ async def one(stack: Stack, service: Any, method: Any, body: bytes) -> grpc.Stat
 async def test_random_messages_get_a_considered_answer(
     make_stack: Callable[..., Stack], service: Any, method: Any
 ) -> None:
-    stack = await make_stack(max_model_len=128)
+    stack = await make_stack(max_model_len=128, config={"resume_ttl": 5.0})
     rng = random.Random(f"{service.name}.{method.name}")
     allowed = {
         grpc.StatusCode.OK,

@@ -26,6 +26,11 @@ NAMES = {
     "vllm:cache_config_info": "gauge",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
+    "vllm:external_prefix_cache_queries": "counter",
+    "vllm:external_prefix_cache_hits": "counter",
+    "pagewire_kv_blocks_offloaded": "counter",
+    "pagewire_kv_blocks_restored": "counter",
+    "pagewire_kv_offload_usage_perc": "gauge",
     "vllm:num_preemptions": "counter",
     "vllm:prompt_tokens": "counter",
     "vllm:generation_tokens": "counter",
@@ -87,6 +92,7 @@ async def test_names_and_types(stack: Stack) -> None:
     assert {n: families[n].type for n in NAMES if n in families} == NAMES
 
 
+# vllm-project/vllm#31503, #55634
 async def test_counts(make_stack: Callable[..., Stack]) -> None:
     """5 closed after the first delta, 3 stopped, 2 at their length, 1 lost by the engine."""
     stack = await make_stack(auto=False)
@@ -152,7 +158,7 @@ async def test_gauges_follow_the_engine(make_stack: Callable[..., Stack]) -> Non
     calls = [stack.open(prompt="x") for _ in range(3)]
     await stack.engine.wait_running(3)
     stack.engine.step()
-    await stack.until(lambda: stack.frontend.dispatcher.engine.last_step == 1)
+    await stack.until(lambda: stack.engine_client.last_step == 1)
     got = await scrape(stack)
     assert got.value("vllm:num_requests_running") == 2
     assert got.value("vllm:num_requests_waiting") == 1
@@ -192,6 +198,31 @@ def test_totals_of_a_new_epoch_start_from_zero() -> None:
     model.engine_stats(stats(total_preemptions=2), epoch=2)
     got = Scrape(metrics.exposition().decode())
     assert got.value("vllm:num_preemptions_total") == 9
+
+
+def test_the_host_tier_is_counted_by_itself() -> None:
+    metrics = Metrics()
+    model = metrics.engine_ready(FakeEngine().ready())
+    tier = {"num_host_blocks": 8, "num_used_host_blocks": 2}
+    for times in (1, 3):
+        totals = {
+            "prefix_cache_hits": 160 * times,
+            "host_cache_queries": 64 * times,
+            "host_cache_hits": 48 * times,
+            "total_offloaded_blocks": 5 * times,
+            "total_restored_blocks": 3 * times,
+        }
+        model.engine_stats(stats(**tier, **totals), epoch=1)
+    got = Scrape(metrics.exposition().decode())
+    assert got.value("vllm:prefix_cache_hits_total") == 480
+    assert got.value("vllm:external_prefix_cache_queries_total") == 192
+    assert got.value("vllm:external_prefix_cache_hits_total") == 144
+    assert got.value("pagewire_kv_blocks_offloaded_total") == 15
+    assert got.value("pagewire_kv_blocks_restored_total") == 9
+    assert got.value("pagewire_kv_offload_usage_perc") == 0.25
+    model.engine_gone(1)
+    got = Scrape(metrics.exposition().decode())
+    assert got.value("pagewire_kv_offload_usage_perc") == 0
 
 
 def test_another_model_replaces_the_first() -> None:

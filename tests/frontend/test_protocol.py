@@ -92,10 +92,11 @@ async def test_a_slow_reader_costs_one_slot(manual: Stack) -> None:
     await connection.close()
 
 
-async def test_a_quiet_client_that_pings_is_not_sent_away(stack: Stack) -> None:
-    """Far more pings than C-core's default two strikes allow."""
+# sgl-project/sglang#19986
+async def test_a_quiet_client_that_pings_is_not_sent_away(manual: Stack) -> None:
+    """Far more pings than C-core's default two strikes allow, while nothing is sent."""
     channel = grpc.aio.insecure_channel(
-        stack.frontend.address,
+        manual.frontend.address,
         options=[
             ("grpc.keepalive_time_ms", 100),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -103,12 +104,23 @@ async def test_a_quiet_client_that_pings_is_not_sent_away(stack: Stack) -> None:
             ("grpc.use_local_subchannel_pool", 1),
         ],
     )
+    # Calls whose prefill takes long, on the same connection.
+    raw = channel.unary_stream(STREAM)
+    body = inference_pb2.GenerateStreamRequest(prompt="x", sampling_params=tokens(2))
+    calls = [raw(body.SerializeToString(), timeout=20) for _ in range(3)]
+    await manual.engine.wait_running(3)
     call = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=2.5)
     assert await call.read() == b"\x08\x01"
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call.read()
     # Ended by its own deadline, not by a GOAWAY.
     assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    for _ in range(2):
+        manual.engine.step()
+    for call in calls:
+        frames = [inference_pb2.GenerateStreamResponse.FromString(f) async for f in call]
+        assert "".join(frame.delta.text for frame in frames) == TEXT[:2]
+        assert frames[-1].WhichOneof("frame") == "final"
     await channel.close()
 
 

@@ -92,7 +92,7 @@ async def replace(stack: Stack, *, word: bool = True, **options: Any) -> None:
         await lose_engine(stack)
     await stack.engine.kill()
     await stack.restart_engine(next_token=hashed, **options)
-    await stack.until(lambda: stack.frontend.dispatcher.engine.epoch == stack.engine.epoch)
+    await stack.until(lambda: stack.engine_client.epoch == stack.engine.epoch)
 
 
 @pytest.mark.parametrize("num_deaths", [1, 2])
@@ -316,7 +316,7 @@ async def test_a_finish_that_comes_twice(make_stack: Callable[..., Stack]) -> No
     (request,) = await stack.engine.wait_running()
     stack.engine.step()
     stack.engine.abort_now(request.id)
-    await stack.until(lambda: stack.frontend.dispatcher.engine.last_step == 2)
+    await stack.until(lambda: stack.engine_client.last_step == 2)
     gate.set()
     await reader.done
     assert reader.ids == undisturbed(prompt(0), 1)

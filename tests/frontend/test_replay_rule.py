@@ -6,9 +6,11 @@ from frontend.admission import Admission
 from frontend.replay import MAX_RETURNS, Replay
 from frontend.request import IdsPrompt, Job, RequestState
 from frontend.stream import Outbox
+from frontend.tenant_limits import TenantLimits
 from pagewire.types import SamplingParams
 
 ADMISSION = Admission(1000, 1000, clock=lambda: 0.0, on_reject=lambda reason: None)
+TENANTS = TenantLimits(None, clock=lambda: 0.0)
 
 
 def request(number: int) -> RequestState:
@@ -24,6 +26,7 @@ def request(number: int) -> RequestState:
         job=job,
         outbox=Outbox(),
         reservation=ADMISSION.reserve(1),
+        share=TENANTS.reserve("", 0),
         arrived_at=float(number),
         deadline=None,
     )
@@ -119,3 +122,36 @@ def test_requests_that_one_engine_gives_back_again_and_again() -> None:
     assert not replay.take_back(state)
     state.output_ids += [7, 7]
     assert replay.take_back(state)
+
+
+def test_others_go_elsewhere_during_a_trial() -> None:
+    replay, states = Replay(), [request(n) for n in range(4)]
+    die(replay, *states[:2])
+    send(replay)
+    die(replay, *states[:2])
+    replay.wait(states[2])
+    assert send(replay) == [1]
+    assert replay.trial is states[1]
+    assert replay.next() is None
+    assert replay.next(elsewhere=True) is states[2]
+    replay.sent(states[2])
+    assert replay.next(elsewhere=True) is None, "the other suspect waits for its own trial"
+    # Another engine dies meanwhile, with what has nothing to do with the trial.
+    assert die(replay, states[2]) is None
+    assert replay.trial is states[1]
+    assert replay.next(elsewhere=True) is states[2]
+    replay.sent(states[2])
+    assert die(replay, states[1]) is states[1]
+
+
+def test_a_trial_that_is_moved_begins_again() -> None:
+    replay, states = Replay(), [request(n) for n in range(2)]
+    die(replay, *states)
+    send(replay)
+    die(replay, *states)
+    assert send(replay) == [1]
+    replay.move(states[1])
+    assert replay.trial is None
+    assert replay.is_suspect(states[1])
+    assert send(replay) == [1]
+    assert replay.trial is states[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.convert import generate_call
+from frontend.convert.calls import generate_call
 from frontend.request import GenerateCall, IdsPrompt, SamplingCall, StructuredOutputCall
 from frontend.validate import Limits, validate
 from pagewire.errors import InvalidRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -223,6 +224,14 @@ def test_defaults_come_from_the_model() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
 
 
+# vllm-project/vllm#17553
+@pytest.mark.parametrize("default", [0.0, -1.0])
+def test_top_k_may_be_off_in_the_models_defaults(default: float) -> None:
+    limits = replace(LIMITS, default_sampling={"top_k": default})
+    assert validate(GenerateCall(prompt=TextPrompt("x")), limits, "default").sampling.top_k == 0
+
+
+# vllm-project/vllm#2937, NVIDIA/TensorRT-LLM#16222
 def test_a_tiny_temperature_is_greedy() -> None:
     assert job(temperature=GREEDY_BELOW / 2).temperature == 0  # type: ignore[attr-defined]
     assert job(temperature=GREEDY_BELOW * 2).temperature > 0  # type: ignore[attr-defined]
