@@ -45,6 +45,7 @@ def streams(api: Api, started: list[asyncio.Event]) -> list[asyncio.Task[Streame
     ]
 
 
+# vllm-project/vllm#19881, #24897: health and streams of a server whose engine was killed.
 async def test_streams_outlive_a_killed_engine(tmp_path: Path) -> None:
     model = write_hf(tmp_path, TinySpec(max_positions=2048))
     with running_stack(f"--model={model}", *FLAGS) as stack:

@@ -12,6 +12,7 @@ import pytest
 
 from pagewire.v1 import common_pb2, inference_pb2
 from tests.support.stack import Stack, connect, launch, read_stream, running_stack
+from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,28 +22,32 @@ pytestmark = pytest.mark.timeout(300)
 TINY_FLAGS = ("--device=cpu", "--dtype=float32", "--kv-cache-memory=64MiB", "--cpu-threads=1")
 
 
-@pytest.mark.parametrize("kind", ["missing", "not a model", "broken"])
+@pytest.mark.parametrize("kind", ["missing", "not a model", "broken", "broken config"])
 def test_a_model_that_cannot_be_served_is_named_within_seconds(tmp_path: Path, kind: str) -> None:
     model = tmp_path / "model"
     if kind == "not a model":
         model.mkdir()
     elif kind == "broken":
         model.write_bytes(b"PK\x03\x04 this is an archive")
+    elif kind == "broken config":
+        model.mkdir()
+        (model / "config.json").write_text('{"architectures": ')
     began = time.monotonic()
     process = launch(f"--model={model}", log=tmp_path / "log")
     process.communicate(timeout=120)
     log = (tmp_path / "log").read_text()
     assert process.returncode == 3, log
     assert str(model) in log
+    assert ("config.json: not readable as JSON" in log) == (kind == "broken config")
     assert "ended with status 3 (the model cannot be loaded) before the server was ready" in log
     assert "Traceback" not in log
     # Imports take most of it, and are slow on a busy host.
     assert time.monotonic() - began < 60
 
 
-async def test_two_servers_on_one_host_under_a_long_tmpdir(
-    stack: Stack, tiny_model: Path, tmp_path: Path
-) -> None:
+# sgl-project/sglang-omni#768, LMCache/LMCache#3530
+async def test_two_servers_on_one_host_under_a_long_tmpdir(stack: Stack, tmp_path: Path) -> None:
+    tiny_model = write_hf(tmp_path / ("m" * 200), TinySpec(max_positions=4096))
     long = tmp_path / ("x" * 120)
     long.mkdir()
     environment = {"TMPDIR": str(long), "XDG_RUNTIME_DIR": str(long)}
@@ -60,6 +65,7 @@ async def test_two_servers_on_one_host_under_a_long_tmpdir(
         assert one.model != two.model
 
 
+# vllm-project/vllm#34730, #24885, #36964
 async def test_sigterm_lets_running_streams_finish_and_exits_0(tiny_model: Path) -> None:
     with running_stack(f"--model={tiny_model}", *TINY_FLAGS, "--drain-timeout=200") as stack:
         async with connect(stack) as api:
