@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagewire.types import SamplingParams
-    from pagewire.wire.messages import Finished, PositionLogprobs, StepOutput
+    from pagewire.wire.messages import Beam, Finished, PositionLogprobs, StepOutput
     from tests.parity.harness import Engine
 
 
@@ -53,6 +53,11 @@ class Answer:
     def reason(self) -> FinishReason:
         assert self.finished is not None
         return FinishReason(self.finished.reason)
+
+    @property
+    def beams(self) -> tuple[Beam, ...]:
+        assert self.finished is not None
+        return self.finished.beams
 
 
 class Grammars:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pagewire.types import FinishReason, SamplingParams, StructuredOutput
+from pagewire.types import BeamParams, FinishReason, SamplingParams, StructuredOutput
 from tests.parity.harness import Engine, load
 from tests.parity.schedules import Asked, Grammars, serve
 from tests.support.tiny_model import EOS_ID, TinySpec, write_hf
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.parity.harness import Loaded
 
-NUM_REQUESTS = 220
+NUM_REQUESTS = 260
 SPEC = TinySpec(seed=41)
 WANTED = (
     StructuredOutput("regex", "[a-m]{5,20}!"),
@@ -69,8 +69,18 @@ def constrained(rng: random.Random) -> dict[str, Any]:
     return {"structured_output": rng.choice(WANTED), "max_tokens": 40}
 
 
+def searched(rng: random.Random) -> dict[str, Any]:
+    beam = BeamParams(
+        width=2,
+        num_return=rng.choice([1, 2]),
+        length_penalty=rng.choice([0.0, 1.0]),
+        early_stopping=rng.choice(["true", "false", "never"]),
+    )
+    return {"beam": beam, "max_tokens": rng.randint(1, 8)}
+
+
 KINDS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
-    *(plain, greedy, penalized, masked, reported, constrained),
+    *(plain, greedy, penalized, masked, reported, constrained, searched),
 )
 """What to add a new kind of request to: a function that draws its sampling parameters."""
 
@@ -93,7 +103,8 @@ def draw_requests(rng: random.Random) -> list[Asked]:
             skip_prefix_cache=rng.random() < 0.1,
         )
         asked.append(one)
-        if rng.random() < 0.15 and one.sampling.prompt_logprobs is None:
+        can_branch = one.sampling.prompt_logprobs is None and one.sampling.beam is None
+        if rng.random() < 0.15 and can_branch:
             asked += [replace(one, sample_index=n, leader=one) for n in range(1, 4)]
     for one in asked:
         if rng.random() < 0.12:
@@ -127,7 +138,7 @@ def test_mixed_requests_get_what_they_get_alone(loaded: Loaded, grammars: Gramma
     ]
     engine = Engine(
         loaded,
-        num_blocks=31,
+        num_blocks=27,
         block_size=8,
         max_num_seqs=12,
         max_num_batched_tokens=37,
@@ -146,10 +157,12 @@ def test_mixed_requests_get_what_they_get_alone(loaded: Loaded, grammars: Gramma
         assert mine.ids == expected.ids, (number, one)
         assert mine.reason == expected.reason, (number, one)
         assert (mine.output, mine.prompt) == (expected.output, expected.prompt), (number, one)
+        assert mine.beams == expected.beams, (number, one)
     stats = engine.core.stats()
     assert num_aborted > 5
     assert stats.total_preemptions > 5
     assert stats.prefix_cache_hits > 100
     assert stats.total_offloaded_blocks > 20
     assert stats.total_restored_blocks > 0
+    assert sum(len(answer.beams) > 0 for answer in together) > 15
     assert {answer.reason for answer in alone} == {FinishReason.STOP, FinishReason.LENGTH}
