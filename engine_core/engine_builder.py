@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from engine_core.device.memory import (
     block_num_bytes,
@@ -27,8 +30,6 @@ from pagewire.errors import ConfigError
 from pagewire.model_source import resolve_model
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_core.device.base import Device
     from engine_core.device.memory import KVPlan, MemoryBudget
     from engine_core.kv.restore_policy import MeasuredCosts
@@ -82,7 +83,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
     max_model_len = resolve_max_model_len(config.max_model_len, opened.config)
     check_window(opened.config, max_model_len, str(opened.source.path))
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
-    ops = _load_ops(config, device)
+    ops = _load_ops(config, device, dtype)
     quantization = resolve_quantization(config, opened, ops)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     planner = _KVPlanner(config, opened, device, dtype, max_model_len)
@@ -154,8 +155,13 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
     )
 
 
-def _load_ops(config: EngineConfig, device: Device) -> Ops:
+def _load_ops(config: EngineConfig, device: Device, dtype: torch.dtype) -> Ops:
     name = device.default_kernels if config.kernels == "auto" else config.kernels
+    if name == "cpu" and dtype is torch.float32:
+        # What float32 costs is paid for tokens that are the same every time. Where the C++
+        # is not built, torch takes its place below, and says so.
+        with suppress(UnsupportedOps):
+            return load_ops(name, batch_invariant=True)
     try:
         return load_ops(name, batch_invariant=config.batch_invariant)
     except UnsupportedOps as error:

@@ -201,7 +201,7 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     """The ops backend. auto: the device's own."""
     batch_invariant: bool = False
     """Compute each sequence's logits the same to the last bit whatever is batched with
-    it, cached, chunked or preempted. Prefill takes longer."""
+    it, cached, chunked or preempted. Prefill takes longer. In float32 on a CPU it is always so."""
     frontend_timeout: Seconds = 10.0
     """Silence of a frontend after which its requests are aborted."""
     engine_hang_timeout: Annotated[float, Field(ge=0)] = 90.0

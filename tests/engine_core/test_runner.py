@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kernels.ops import Ops
+
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 
@@ -292,6 +294,26 @@ def test_build_engine_tells_the_facts(path: Path) -> None:
     assert (built.dtype, built.device, built.block_size) == ("float32", "cpu", 16)
     assert (built.max_num_seqs, built.max_num_batched_tokens) == (8, 512)
     assert built.default_sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_built", "asked"),
+    [("float32", True, [True]), ("float32", False, [True, False]), ("bfloat16", True, [False])],
+)
+def test_float32_on_a_cpu_is_batch_invariant(
+    path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, is_built: bool, asked: list[bool]
+) -> None:
+    seen: list[bool] = []
+
+    def spy(name: str, *, batch_invariant: bool = False) -> Ops:
+        seen.append(batch_invariant)
+        return load_ops(name, batch_invariant=batch_invariant)
+
+    monkeypatch.setattr("engine_core.engine_builder.load_ops", spy)
+    if not is_built:
+        monkeypatch.setattr("kernels.cpu.library.supported_variants", list)
+    build(path, dtype=dtype)
+    assert seen == asked
 
 
 def test_build_engine_from_gguf_under_another_name(tmp_path: Path) -> None:
