@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from kernels import shapes
 from kernels.cuda.configs import SHORT_PREFILL_ROWS, prefill_config
 from kernels.cuda.linear_invariant import linear_invariant
@@ -21,6 +19,8 @@ from kernels.cuda.ops import CudaLinear, CudaOps
 from kernels.cuda.paged_prefill import paged_prefill
 
 if TYPE_CHECKING:
+    import torch
+
     from kernels.ops import AttentionBatch
 
 
@@ -31,23 +31,15 @@ class BatchInvariantCudaOps(CudaOps):
         shapes.LINEAR.check(x, weight.weight)
         return linear_invariant(x, weight.weight, weight.bias)
 
-    def attention(
+    def _attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
-    ) -> torch.Tensor:
-        """See Ops.attention. Raises ValueError for a head_dim over 256."""
-        shapes.ATTENTION.check(
-            q, k_cache, v_cache, batch.query_start_loc, batch.seq_lens, batch.block_table
-        )
-        assert q.shape[1] % k_cache.shape[2] == 0, (q.shape, k_cache.shape)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        num_tokens = int(batch.query_start_loc_host[-1])
-        out[num_tokens:].zero_()
+        out: torch.Tensor,
+    ) -> None:
         config = prefill_config(q.shape[2], q.element_size(), SHORT_PREFILL_ROWS)
         chunks = replace(batch, num_decodes=0)
         paged_prefill(q, k_cache, v_cache, chunks, scale, out, config=config, one_loop=True)
-        return out

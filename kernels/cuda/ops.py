@@ -104,9 +104,21 @@ class CudaOps(ComposedBlocks, DequantizedLinears):
         num_tokens = int(batch.query_start_loc_host[-1])
         # Tokens that pad the batch belong to no sequence.
         out[num_tokens:].zero_()
+        self._attend(q, k_cache, v_cache, batch, scale, out)
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Fills out [T, Hq, D] for all tokens that belong to a sequence."""
         paged_decode(q, k_cache, v_cache, batch, scale, out, num_sms=self._num_sms)
         paged_prefill(q, k_cache, v_cache, batch, scale, out)
-        return out
 
     def copy_blocks(
         self,
