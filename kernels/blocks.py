@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.ops import AttentionBlock, BlockStack
+from kernels.ops import AttentionBlock, BlockStack, MlpBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from kernels.ops import Block, BlockBatch, MlpBlock, Ops
+    from kernels.ops import Activation, Block, BlockBatch, MoeBlock, Ops
 
 
 def run_blocks(
@@ -26,16 +26,36 @@ def run_blocks(
     branch: torch.Tensor | None = None
     for block in stack.blocks:
         # A block's branch is added together with the next norm.
-        if branch is None:
+        if block.norm is None:
+            if branch is not None:
+                residual += branch
+            x = residual
+        elif branch is None:
             x = ops.rms_norm(residual, block.norm, block.eps)
         else:
             x = ops.add_rms_norm(branch, residual, block.norm, block.eps)
         if isinstance(block, AttentionBlock):
             branch = _attend(ops, block, x, batch, *next(caches))
-        else:
+        elif isinstance(block, MlpBlock):
             branch = _mlp(ops, block, x)
+        else:
+            branch = mix_experts(ops, block, x)
     if branch is not None:
         residual += branch
+
+
+def route(
+    logits: torch.Tensor, top_k: int, *, renormalizes: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [T, E] -> expert_ids [T, K] int64, expert_scales [T, K] float32, of the
+    top_k greatest probabilities of a float32 softmax over all experts."""
+    scales, ids = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    return ids, scales / scales.sum(dim=-1, keepdim=True) if renormalizes else scales
+
+
+def activation_mul(ops: Ops, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """gate_up [T, 2I] -> [T, I]."""
+    return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_tanh_mul(gate_up)
 
 
 def _attend(
@@ -46,18 +66,36 @@ def _attend(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
+    tokens, eps = x.shape[0], block.eps
     heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
-    qkv = ops.linear(x, block.qkv).view(x.shape[0], -1, block.head_dim)
+    qkv = ops.linear(x, block.qkv).view(tokens, -1, block.head_dim)
     q, k, v = qkv.split_with_sizes(heads, dim=1)
-    ops.rope_and_cache(
-        q, k, v, batch.positions, block.cos_sin, k_cache, v_cache, batch.slot_mapping
-    )
-    attended = ops.attention(q, k_cache, v_cache, batch.attention, block.scale)
-    return ops.linear(attended.view(x.shape[0], -1), block.out)
+    q_norm, k_norm = block.q_norm, block.k_norm
+    if q_norm is not None and k_norm is not None and q_norm.shape[0] != block.head_dim:
+        q = ops.rms_norm(q.flatten(1), q_norm, eps).view(q.shape)
+        k = ops.rms_norm(k.flatten(1), k_norm, eps).view(k.shape)
+        q_norm = k_norm = None
+    caches = (k_cache, v_cache, batch.slot_mapping)
+    norms = (q_norm, k_norm, eps)
+    scales = (block.k_scale, block.v_scale)
+    ops.rope_and_cache(q, k, v, batch.positions, block.cos_sin, *caches, *norms, *scales)
+    limits = (block.window, block.soft_cap)
+    attended = ops.attention(q, k_cache, v_cache, batch.attention, block.scale, *limits, *scales)
+    return _post_norm(ops, block, ops.linear(attended.view(tokens, -1), block.out))
 
 
 def _mlp(ops: Ops, block: MlpBlock, x: torch.Tensor) -> torch.Tensor:
-    return ops.linear(ops.silu_mul(ops.linear(x, block.gate_up)), block.down)
+    inner = activation_mul(ops, ops.linear(x, block.gate_up), block.activation)
+    return _post_norm(ops, block, ops.linear(inner, block.down))
+
+
+def mix_experts(ops: Ops, block: MoeBlock, x: torch.Tensor) -> torch.Tensor:
+    ids, scales = route(ops.linear(x, block.router), block.top_k, renormalizes=block.renormalizes)
+    return ops.experts(x, block.experts, ids, scales, block.activation)
+
+
+def _post_norm(ops: Ops, block: AttentionBlock | MlpBlock, branch: torch.Tensor) -> torch.Tensor:
+    return branch if block.post_norm is None else ops.rms_norm(branch, block.post_norm, block.eps)
 
 
 class ComposedBlocks:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.ops import AttentionBatch, SamplingBatch
+from kernels.ops import AttentionBatch, PenaltyBatch, SamplingBatch, TokenLists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -219,6 +219,25 @@ def sampling_batch(rows: Sequence[Row], device: str = "cpu") -> SamplingBatch:
         all_greedy=all(row.temperature == 0 for row in rows),
         any_filter=any(row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in rows),
     )
+
+
+def penalized_rows(
+    maker: Maker, vocab_size: int, sizes: Sequence[int], num_rows: int
+) -> tuple[torch.Tensor, PenaltyBatch]:
+    """Logits [num_rows, V] float32 and penalties of all kinds for every other row, last rows
+    first, on as many ids as sizes say."""
+    logits = maker.normal(num_rows, vocab_size, dtype=torch.float32) * 4
+    rows = torch.arange(num_rows).flip(0)[::2][: len(sizes)]
+    ids = torch.cat([maker.permutation(vocab_size)[:size] for size in sizes])
+    known = TokenLists(
+        rows=rows.contiguous().to(maker.device),
+        starts=torch.tensor([0, *sizes]).cumsum(0).to(maker.device),
+        ids=ids.to(maker.device),
+        longest=max(sizes),
+    )
+    counts = maker.integers(0, 4, len(ids)).float()
+    repetition, frequency, presence = maker.normal(3, len(sizes), dtype=torch.float32)
+    return logits, PenaltyBatch(known, counts, repetition.exp(), frequency, presence)
 
 
 @dataclass(frozen=True, slots=True)

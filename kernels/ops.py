@@ -10,13 +10,15 @@ docstring says "in place". All integer tensors are on the op's device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from kernels.fp8 import Fp8Tensor
+    from kernels.int4 import Int4Tensor
     from kernels.quantized import QuantizedTensor
 
 
@@ -54,6 +56,37 @@ class SamplingBatch:
     any_filter: bool  # whether any row has top_k, top_p or min_p on
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """Some ids for each of R rows of logits [S, V]: rows[i] has ids[starts[i]:starts[i + 1]],
+    none of them twice. No row is in rows twice."""
+
+    rows: torch.Tensor  # [R] int64
+    starts: torch.Tensor  # [R + 1] int64
+    ids: torch.Tensor  # [K] int64
+    longest: int  # ids of the longest list
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyBatch:
+    """The rows that are penalized, each with the ids of its prompt or output."""
+
+    known: TokenLists
+    counts: torch.Tensor  # [K] float32: occurrences of known.ids in the output
+    repetition: torch.Tensor  # [R] float32
+    frequency: torch.Tensor  # [R] float32
+    presence: torch.Tensor  # [R] float32
+
+
+class TokenLogprobs(NamedTuple):
+    values: torch.Tensor
+    """[N] float32."""
+    ranks: torch.Tensor
+    """[N] int64: 1 + the number of tokens that are strictly likelier."""
+    all_values: torch.Tensor | None
+    """[N, V] float32, if asked for: what values and ranks were read from."""
+
+
 class LinearWeight(Protocol):
     """A weight as its backend keeps it: y = x @ weight.T (+ bias)."""
 
@@ -63,32 +96,87 @@ class LinearWeight(Protocol):
     def in_features(self) -> int: ...
 
 
+class ExpertWeights(Protocol):
+    """The matrices of a layer's experts as their backend keeps them."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def in_features(self) -> int:
+        """H, which is what comes out too."""
+        ...
+
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate: silu(gate) * up (SwiGLU), or gelu(gate) * up with its tanh approximation
+(GeGLU, arXiv:2002.05202; GELU, arXiv:1606.08415)."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """residual += out(attention(rope(qkv(rms_norm(residual)))))"""
+    """residual += post_norm(out(attention(rope(head_norm(qkv(norm(residual)))))))
 
-    norm: torch.Tensor  # [H]
+    A norm that is None is left out.
+    """
+
+    norm: torch.Tensor | None  # [H]
     eps: float
     qkv: LinearWeight  # [(Hq + 2 Hk) D, H]
     out: LinearWeight  # [H, Hq D]
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cos_sin: torch.Tensor  # [max_positions, rotary_dim] float32, as rope_and_cache has it
+    cos_sin: torch.Tensor | None
+    """[max_positions, rotary_dim] float32, as rope_and_cache has it; None rotates nothing
+    (NoPE, arXiv:2305.19466)."""
     scale: float
+    window: int | None = None
+    """As Ops.attention has it."""
+    soft_cap: float | None = None
+    """As Ops.attention has it."""
+    q_norm: torch.Tensor | None = None
+    """RMS norm of the queries before the rotation: [D] norms each head by itself, [Hq D]
+    all heads as one row."""
+    k_norm: torch.Tensor | None = None
+    """The same of the keys, [D] or [Hk D]; there if and only if q_norm is."""
+    k_scale: torch.Tensor | None = None
+    """[Hk] float32, as Ops.rope_and_cache has it: there if and only if this layer's caches
+    are float8_e4m3fn."""
+    v_scale: torch.Tensor | None = None
+    """The same of the values."""
+    post_norm: torch.Tensor | None = None  # [H]
 
 
 @dataclass(frozen=True, slots=True)
 class MlpBlock:
-    """residual += down(silu_mul(gate_up(rms_norm(residual))))"""
+    """residual += post_norm(down(activation_mul(gate_up(norm(residual)))))"""
 
-    norm: torch.Tensor  # [H]
+    norm: torch.Tensor | None  # [H]
     eps: float
     gate_up: LinearWeight  # [2I, H]
     down: LinearWeight  # [H, I]
+    activation: Activation = "silu"
+    post_norm: torch.Tensor | None = None  # [H]
 
 
-Block = AttentionBlock | MlpBlock
+@dataclass(frozen=True, slots=True)
+class MoeBlock:
+    """residual += experts(x, *route(router(x))) with x = norm(residual)
+
+    Sparsely gated mixture of experts (arXiv:1701.06538) as Mixtral (arXiv:2401.04088) has it.
+    """
+
+    norm: torch.Tensor  # [H]
+    eps: float
+    router: LinearWeight  # [E, H]
+    experts: ExpertWeights
+    top_k: int
+    renormalizes: bool
+    """Whether the weights of the chosen experts are made to sum to 1."""
+    activation: Activation = "silu"
+
+
+Block = AttentionBlock | MlpBlock | MoeBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +217,35 @@ class Ops(Protocol):
         """The rows of all parts as one weight for x of dtype; may repack them, once, at load."""
         ...
 
-    def quantized_embedding(
+    computes_int4: bool
+    """Whether products with int4 weights use their codes; else prepare_int4_linear makes
+    floats of them and says so in the log."""
+
+    def prepare_int4_linear(
+        self, parts: Sequence[Int4Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> LinearWeight:
+        """As prepare_quantized_linear. Raises ValueError for parts of different in."""
+        ...
+
+    computes_fp8: bool
+    """Whether products with fp8 weights use their codes; else prepare_fp8_linear makes
+    floats of them and says so in the log. Where the device multiplies fp8, x is quantized
+    as kernels.fp8.quantize_activations does it; elsewhere it is not."""
+
+    def prepare_fp8_linear(
+        self, parts: Sequence[Fp8Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> LinearWeight:
+        """As prepare_quantized_linear. Raises ValueError for parts that cannot be one weight."""
+        ...
+
+    def packed_embedding(
         self, input_ids: torch.Tensor, table: LinearWeight, dtype: torch.dtype
     ) -> torch.Tensor:
-        """input_ids [T] int64, table [V, H] of one part -> [T, H] in dtype."""
+        """input_ids [T] int64, table [V, H] -> [T, H] in dtype, that of the table's floats.
+
+        table is of prepare_linear, and the rows are what it was given, bit for bit, or of
+        prepare_quantized_linear with one part: so one memory serves as embedding and as head.
+        """
         ...
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -159,10 +272,15 @@ class Ops(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         positions: torch.Tensor,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """Rotates q in place and writes rotated k, and v, to the cache.
 
@@ -171,7 +289,13 @@ class Ops(Protocol):
         float32 (cosines, then sines), k_cache and v_cache [N, B, Hk, D],
         slot_mapping [T] int64 (block_id * B + offset; -1 = write nothing).
         Rotation pairs element i with i + rotary_dim / 2; elements past
-        rotary_dim pass through.
+        rotary_dim pass through. cos_sin None rotates nothing.
+        With q_norm and k_norm [D] (both or none), each head of q and k goes through
+        rms_norm(head, q_norm or k_norm, eps) first, rounded to its dtype as that op does.
+        With k_scale and v_scale [Hk] float32 (both or none) the caches are float8_e4m3fn
+        and hold k / k_scale[head] and v / v_scale[head], k and v being what caches of their
+        own dtype would hold: float32 quotients to the nearest code (ties to the even one),
+        beyond +-448 to +-448; NaN stays NaN.
         """
         ...
 
@@ -182,12 +306,19 @@ class Ops(Protocol):
         v_cache: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the paged cache -> [T, Hq, D].
 
         Query head h reads KV head h // (Hq // Hk). Token t of sequence r, at
         absolute position p = seq_lens[r] - query_len[r] + (t - query_start_loc[r]),
-        sees cache positions [0, p].
+        sees cache positions [0, p], or with a window the last `window` of them,
+        (p - window, p]. With a soft cap c, a score s is c * tanh(s / c) before the
+        softmax (Gemma 2, arXiv:2408.00118). With k_scale and v_scale, a key is what the
+        cache holds times k_scale[head], a value times v_scale[head]: see rope_and_cache.
         """
         ...
 
@@ -207,6 +338,28 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2I] -> gelu(gate_up[:, :I]) * gate_up[:, I:], [T, I], gelu being
+        0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+        ...
+
+    def prepare_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+        """gate_up [E, 2I, H], down [E, H, I]; may repack them, once, at load."""
+        ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        expert_ids: torch.Tensor,
+        expert_scales: torch.Tensor,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """x [T, H], expert_ids [T, K] int64 (no id twice in a row), expert_scales [T, K]
+        float32 -> [T, H]: the sum over k of expert_scales[t, k] times what expert
+        expert_ids[t, k] makes of x[t], down(activation_mul(gate_up(x)))."""
         ...
 
     def prepare_blocks(self, blocks: Sequence[Block]) -> BlockStack:
@@ -237,5 +390,30 @@ class Ops(Protocol):
         function of (logits, parameters, seed, position, sample_index). Its 53
         bits are spelt out in kernels/reference/philox.py. NaN logits count as
         -inf, and a row whose greatest logit is not finite is greedy.
+        """
+        ...
+
+    def apply_penalties(self, logits: torch.Tensor, batch: PenaltyBatch) -> None:
+        """logits [S, V] float32, dense, in place. A listed id of logit x and count c becomes
+
+            x = x / repetition if x > 0 else x * repetition     (Keskar et al. 2019, CTRL)
+            x = x - frequency * c - presence * [c > 0]           (OpenAI's definition)
+
+        in float32, each operation rounded. A finite logit stays finite (results beyond the
+        largest float32 become it), and an infinite one stays what it is.
+        """
+        ...
+
+    def add_logit_bias(self, logits: torch.Tensor, ids: TokenLists, values: torch.Tensor) -> None:
+        """logits [S, V] float32, dense, in place: adds values [K] float32 to those of ids."""
+        ...
+
+    def token_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, *, with_all: bool = False
+    ) -> TokenLogprobs:
+        """logits [N, V], token_ids [N] int64 -> the ids' log softmax in float32, and their ranks.
+
+        Ranks compare rounded logprobs, so equally likely tokens share one. A row's values do
+        not depend on the other rows, nor on with_all, which asks for those of all tokens too.
         """
         ...

@@ -90,7 +90,7 @@ def quantize_q8_0(weight: torch.Tensor) -> QuantizedTensor:
 
 
 class DequantizedLinears:
-    """prepare_quantized_linear and quantized_embedding of a backend whose products are of
+    """prepare_quantized_linear and packed_embedding of a backend whose products are of
     floats. prepare_linear's weights must have a tensor called weight."""
 
     computes_quantized = False
@@ -120,11 +120,11 @@ class DequantizedLinears:
             )
         return self.prepare_linear(torch.cat([dequantize(part, dtype) for part in parts]), bias)
 
-    def quantized_embedding(
+    def packed_embedding(
         self, input_ids: torch.Tensor, table: LinearWeight, dtype: torch.dtype
     ) -> torch.Tensor:
         weight: torch.Tensor = table.weight  # type: ignore[attr-defined]
-        return weight[input_ids].to(dtype)
+        return torch.nn.functional.embedding(input_ids, weight).to(dtype)
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:

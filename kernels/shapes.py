@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,11 +20,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from kernels.ops import PenaltyBatch
+
 _DTYPES = {
     "F": (torch.float32, torch.bfloat16, torch.float16),
     "float32": (torch.float32,),
     "int32": (torch.int32,),
     "int64": (torch.int64,),
+    "float8": (torch.float8_e4m3fn,),
 }
 _SEEN_LIMIT = 4096
 _TERM = re.compile(
@@ -69,6 +73,7 @@ class _Argument:
     name: str
     dtype: str
     terms: tuple[_Term, ...]
+    is_optional: bool
 
     @property
     def text(self) -> str:
@@ -79,7 +84,8 @@ class Signature:
     """The arguments of one op: name="dtype: dimensions".
 
     dtype is F (one float type, the same for all F arguments of a call),
-    float32, int32 or int64. A dimension is a name, a number, "2*I" or "R+1".
+    float32, int32, int64 or float8 (e4m3fn). A dimension is a name, a number, "2*I" or
+    "R+1". An argument named with dtype "float32?" may be None, or left out at the end.
     """
 
     def __init__(self, op: str, **arguments: str) -> None:
@@ -90,16 +96,21 @@ class Signature:
     @staticmethod
     def _parse(name: str, spec: str) -> _Argument:
         dtype, _, dims = spec.partition(":")
+        is_optional = dtype.endswith("?")
+        dtype = dtype.removesuffix("?")
         if dtype not in _DTYPES:
             raise ValueError(f"{name}: unknown dtype {dtype!r}; known: {sorted(_DTYPES)}")
-        return _Argument(name, dtype, tuple(_Term.parse(text) for text in dims.split()))
+        terms = tuple(_Term.parse(text) for text in dims.split())
+        return _Argument(name, dtype, terms, is_optional)
 
-    def check(self, *tensors: torch.Tensor) -> None:
+    def check(self, *tensors: torch.Tensor | None) -> None:
         """tensors in the order of the signature. Raises ShapeError naming the argument.
 
         All must be on one device, and the last dimension must be dense.
         """
-        key = tuple([(t.shape, t.dtype, t.stride(), t.device) for t in tensors])
+        key = tuple(
+            [None if t is None else (t.shape, t.dtype, t.stride(), t.device) for t in tensors]
+        )
         if key in self._seen:
             return
         self._check(tensors)
@@ -107,10 +118,17 @@ class Signature:
             self._seen.clear()
         self._seen.add(key)
 
-    def _check(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _check(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        assert len(tensors) <= len(self._arguments), (self.op, len(tensors))
         bound: dict[str, int] = {}
         float_dtype: torch.dtype | None = None
-        for argument, tensor in zip(self._arguments, tensors, strict=True):
+        device: torch.device | None = None
+        for argument, tensor in zip_longest(self._arguments, tensors):
+            if tensor is None:
+                if not argument.is_optional:
+                    raise ShapeError(f"{self.op}: {argument.name} is missing; want {argument.text}")
+                continue
+            device = device or tensor.device
             fits = tensor.ndim == len(argument.terms) and all(
                 term.matches(size, bound)
                 for term, size in zip(argument.terms, tensor.shape, strict=True)
@@ -125,8 +143,8 @@ class Signature:
                     raise self._error(argument, tensor, f"where F is {float_dtype}")
             if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise self._error(argument, tensor, "with a dense last dimension")
-            if tensor.device != tensors[0].device:
-                raise self._error(argument, tensor, f"on {tensors[0].device}")
+            if tensor.device != device:
+                raise self._error(argument, tensor, f"on {device}")
 
     def _error(self, argument: _Argument, tensor: torch.Tensor, note: str) -> ShapeError:
         got = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
@@ -138,7 +156,11 @@ class Signature:
 RMS_NORM = Signature("rms_norm", x="F: T H", weight="F: H")
 ADD_RMS_NORM = Signature("add_rms_norm", x="F: T H", residual="F: T H", weight="F: H")
 SILU_MUL = Signature("silu_mul", gate_up="F: T 2*I")
+GELU_TANH_MUL = Signature("gelu_tanh_mul", gate_up="F: T 2*I")
 EMBEDDING = Signature("embedding", input_ids="int64: T", table="F: V H")
+PACKED_EMBEDDING = Signature("packed_embedding", input_ids="int64: T")
+PREPARE_EXPERTS = Signature("prepare_experts", gate_up="F: E 2*I H", down="F: E H I")
+EXPERTS = Signature("experts", x="F: T H", expert_ids="int64: T K", expert_scales="float32: T K")
 LINEAR = Signature("linear", x="F: T I", weight="F: O I")
 LINEAR_INPUT = Signature("linear", x="F: T I")
 PREPARE_LINEAR = Signature("prepare_linear", weight="F: O I")
@@ -149,10 +171,27 @@ ROPE_AND_CACHE = Signature(
     k="F: T Hk D",
     v="F: T Hk D",
     positions="int64: T",
-    cos_sin="float32: M 2*P",
+    cos_sin="float32?: M 2*P",
     k_cache="F: N B Hk D",
     v_cache="F: N B Hk D",
     slot_mapping="int64: T",
+    q_norm="F?: D",
+    k_norm="F?: D",
+)
+ROPE_AND_FP8_CACHE = Signature(
+    "rope_and_cache",
+    q="F: T Hq D",
+    k="F: T Hk D",
+    v="F: T Hk D",
+    positions="int64: T",
+    cos_sin="float32?: M 2*P",
+    k_cache="float8: N B Hk D",
+    v_cache="float8: N B Hk D",
+    slot_mapping="int64: T",
+    q_norm="F?: D",
+    k_norm="F?: D",
+    k_scale="float32: Hk",
+    v_scale="float32: Hk",
 )
 ATTENTION = Signature(
     "attention",
@@ -163,8 +202,26 @@ ATTENTION = Signature(
     seq_lens="int32: R",
     block_table="int32: R M",
 )
+FP8_ATTENTION = Signature(
+    "attention",
+    q="F: T Hq D",
+    k_cache="float8: N B Hk D",
+    v_cache="float8: N B Hk D",
+    query_start_loc="int32: R+1",
+    seq_lens="int32: R",
+    block_table="int32: R M",
+    k_scale="float32: Hk",
+    v_scale="float32: Hk",
+)
 COPY_BLOCKS = Signature(
     "copy_blocks", k_cache="F: N B Hk D", v_cache="F: N B Hk D", src="int64: C", dst="int64: C"
+)
+COPY_FP8_BLOCKS = Signature(
+    "copy_blocks",
+    k_cache="float8: N B Hk D",
+    v_cache="float8: N B Hk D",
+    src="int64: C",
+    dst="int64: C",
 )
 RUN_BLOCKS = Signature(
     "run_blocks",
@@ -189,3 +246,30 @@ SAMPLE = Signature(
     position="int64: S",
     sample_index="int32: S",
 )
+APPLY_PENALTIES = Signature(
+    "apply_penalties",
+    logits="float32: S V",
+    rows="int64: R",
+    starts="int64: R+1",
+    ids="int64: K",
+    counts="float32: K",
+    repetition="float32: R",
+    frequency="float32: R",
+    presence="float32: R",
+)
+ADD_LOGIT_BIAS = Signature(
+    "add_logit_bias",
+    logits="float32: S V",
+    rows="int64: R",
+    starts="int64: R+1",
+    ids="int64: K",
+    values="float32: K",
+)
+TOKEN_LOGPROBS = Signature("token_logprobs", logits="F: N V", token_ids="int64: N")  # noqa: S106
+
+
+def check_penalties(logits: torch.Tensor, batch: PenaltyBatch) -> None:
+    """Raises ShapeError naming the argument."""
+    lists = (batch.known.rows, batch.known.starts, batch.known.ids)
+    factors = (batch.repetition, batch.frequency, batch.presence)
+    APPLY_PENALTIES.check(logits, *lists, batch.counts, *factors)

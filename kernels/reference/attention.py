@@ -17,6 +17,10 @@ def attention(
     batch: AttentionBatch,
     scale: float,
     compute: torch.dtype = torch.float32,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, Hq, D] -> [T, Hq, D]. See Ops.attention.
 
@@ -32,10 +36,18 @@ def attention(
         # [seq_len, Hq, D]
         keys = _context(k_cache, batch.block_table[row], seq_len, group).to(compute)
         values = _context(v_cache, batch.block_table[row], seq_len, group).to(compute)
+        if k_scale is not None and v_scale is not None:
+            keys *= k_scale.to(compute).repeat_interleave(group).unsqueeze(1)
+            values *= v_scale.to(compute).repeat_interleave(group).unsqueeze(1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].to(compute), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         # Token i of the chunk is at absolute position seq_len - query_len + i.
         positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)
-        hidden = torch.arange(seq_len, device=q.device) > positions.unsqueeze(1)
+        seen = torch.arange(seq_len, device=q.device)
+        hidden = seen > positions.unsqueeze(1)
+        if window is not None:
+            hidden |= seen <= positions.unsqueeze(1) - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
     return out

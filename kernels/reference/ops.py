@@ -7,21 +7,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.blocks import ComposedBlocks
+from kernels.fp8 import DequantizedFp8Linears
+from kernels.int4 import DequantizedInt4Linears
 from kernels.quantized import DequantizedLinears
 from kernels.reference import attention as attention_op
 from kernels.reference import embedding as embedding_op
+from kernels.reference import experts as experts_op
+from kernels.reference import gelu_tanh_mul as gelu_tanh_mul_op
 from kernels.reference import linear as linear_op
 from kernels.reference import rms_norm as rms_norm_op
 from kernels.reference import rope as rope_op
 from kernels.reference import sample as sample_op
 from kernels.reference import silu_mul as silu_mul_op
+from kernels.reference.logit_ops import TorchLogitOps
 
 if TYPE_CHECKING:
-    from kernels.ops import AttentionBatch, LinearWeight, SamplingBatch
+    from kernels.ops import (
+        Activation,
+        AttentionBatch,
+        ExpertWeights,
+        LinearWeight,
+        SamplingBatch,
+    )
     from kernels.reference.linear import ReferenceLinear
 
 
-class ReferenceOps(ComposedBlocks, DequantizedLinears):
+class ReferenceOps(
+    ComposedBlocks,
+    DequantizedLinears,
+    DequantizedInt4Linears,
+    DequantizedFp8Linears,
+    TorchLogitOps,
+):
     """Ops by the book. compute is the dtype inside each op; parity tests pass float64."""
 
     name = "reference"
@@ -55,14 +72,20 @@ class ReferenceOps(ComposedBlocks, DequantizedLinears):
         k: torch.Tensor,
         v: torch.Tensor,
         positions: torch.Tensor,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
-        rope_op.rope_and_cache(
-            q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, self._compute
-        )
+        caches = (k_cache, v_cache, slot_mapping)
+        norms = (q_norm, k_norm, eps)
+        scales = (k_scale, v_scale)
+        rope_op.rope_and_cache(q, k, v, positions, cos_sin, *caches, self._compute, *norms, *scales)
 
     def attention(
         self,
@@ -71,8 +94,15 @@ class ReferenceOps(ComposedBlocks, DequantizedLinears):
         v_cache: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attention_op.attention(q, k_cache, v_cache, batch, scale, self._compute)
+        caches = (k_cache, v_cache)
+        limits = (window, soft_cap)
+        scales = (k_scale, v_scale)
+        return attention_op.attention(q, *caches, batch, scale, self._compute, *limits, *scales)
 
     def copy_blocks(
         self,
@@ -86,6 +116,23 @@ class ReferenceOps(ComposedBlocks, DequantizedLinears):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul_op.silu_mul(gate_up, self._compute)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh_mul_op.gelu_tanh_mul(gate_up, self._compute)
+
+    def prepare_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+        return experts_op.prepare_experts(gate_up, down, self._compute)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        expert_ids: torch.Tensor,
+        expert_scales: torch.Tensor,
+        activation: Activation,
+    ) -> torch.Tensor:
+        assert isinstance(weights, experts_op.ReferenceExperts), type(weights)
+        return experts_op.experts(x, weights, expert_ids, expert_scales, activation)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return sample_op.sample(logits, batch)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.fp8 import E4M3_MAX
+from kernels.reference.rms_norm import rms_norm
+
 
 def rotate(
     x: torch.Tensor,
@@ -31,18 +34,39 @@ def rope_and_cache(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     compute: torch.dtype = torch.float32,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Rotates q in place; writes rotated k, and v, to the slots. See Ops.rope_and_cache."""
-    q.copy_(rotate(q, positions, cos_sin, compute))
+    if q_norm is not None:
+        assert k_norm is not None
+        q.copy_(rms_norm(q, q_norm, eps, compute))
+        k = rms_norm(k, k_norm, eps, compute)
+    if cos_sin is not None:
+        q.copy_(rotate(q, positions, cos_sin, compute))
     block_size = k_cache.shape[1]
     written = slot_mapping >= 0
     block_ids = slot_mapping[written] // block_size
     offsets = slot_mapping[written] % block_size
-    rotated = rotate(k[written], positions[written], cos_sin, compute)
-    k_cache[block_ids, offsets] = rotated.to(k_cache.dtype)
-    v_cache[block_ids, offsets] = v[written].to(v_cache.dtype)
+    k = k[written]
+    if cos_sin is not None:
+        k = rotate(k, positions[written], cos_sin, compute)
+    v = v[written]
+    if k_scale is not None and v_scale is not None:
+        k, v = _saturated(k, k_scale, compute), _saturated(v, v_scale, compute)
+    k_cache[block_ids, offsets] = k.to(k_cache.dtype)
+    v_cache[block_ids, offsets] = v.to(v_cache.dtype)
+
+
+def _saturated(x: torch.Tensor, scale: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """x [T, Hk, D] / scale [Hk], within what e4m3 holds; clamp keeps NaN."""
+    wide = x.to(compute) / scale.to(compute).unsqueeze(1)
+    return wide.clamp(-E4M3_MAX, E4M3_MAX)

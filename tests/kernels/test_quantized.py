@@ -280,7 +280,7 @@ def test_embedding_rows(ops: CpuOps, name: str, dtype: torch.dtype) -> None:
     weight, meaning = weight_of(name, 45, 2)
     table = ops.prepare_quantized_linear([weight], None, dtype)
     ids = torch.tensor([44, 0, 15, 16, 0, 31])
-    rows = ops.quantized_embedding(ids, table, dtype)
+    rows = ops.packed_embedding(ids, table, dtype)
     # One rounding, or two where the product is rounded before the min is added.
     step = torch.finfo(F32).eps * meaning[ids].abs().max()
     allowed = (
@@ -290,7 +290,7 @@ def test_embedding_rows(ops: CpuOps, name: str, dtype: torch.dtype) -> None:
     assert bool(((rows.double() - meaning[ids]).abs() <= allowed).all())
     for stray in (-1, 45):
         with pytest.raises(IndexError, match=f"id {stray} of a table of 45"):
-            ops.quantized_embedding(torch.tensor([3, stray]), table, dtype)
+            ops.packed_embedding(torch.tensor([3, stray]), table, dtype)
 
 
 # Backends that multiply floats
@@ -316,7 +316,7 @@ def test_backends_of_floats_dequantize_and_say_so_once(
     floats = torch.cat([dequantize(part) for part in parts])
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, floats, bias))
     ids = torch.tensor([26, 3])
-    assert torch.equal(ops.quantized_embedding(ids, weight, BF16), floats[ids].bfloat16())
+    assert torch.equal(ops.packed_embedding(ids, weight, BF16), floats[ids].bfloat16())
 
 
 def test_only_libraries_with_byte_products_prefer_codes() -> None:

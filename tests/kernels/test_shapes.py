@@ -66,3 +66,23 @@ def test_memory_of_seen_layouts_is_bounded() -> None:
     for size in range(5000):
         check.check(torch.empty(size))
     assert len(check._seen) <= 4096
+
+
+def test_optional_arguments_may_be_none_or_left_out() -> None:
+    signature = Signature("op", x="F: T D", table="float32?: M D", scale="float32?: D")
+    x, table, scale = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(4)
+    signature.check(x, table, scale)
+    signature.check(x, None, scale)
+    signature.check(x, None)
+    signature.check(x)
+    with pytest.raises(ShapeError, match=r"op: scale is .*want float32 \[D\] with"):
+        signature.check(x, None, scale[:3])
+    with pytest.raises(ShapeError, match=r"op: x is missing; want F \[T, D\]"):
+        signature.check(None, table)
+
+
+def test_8_bit_floats_are_no_floats() -> None:
+    codes = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
+    Signature("op", codes="float8: T D").check(codes)
+    with pytest.raises(ShapeError, match=r"op: x is torch\.float8_e4m3fn"):
+        Signature("op", x="F: T D").check(codes)

@@ -1,0 +1,219 @@
+"""Inputs for parity tests of what only some models have: windows, soft caps, head norms,
+layers without rotation, GeGLU, caches of 8-bit floats."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.inputs import NAN, Args, Case, Maker, attention_args, rope_args, silu_args
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FP8 = torch.float8_e4m3fn
+
+
+def featured_attention_args(
+    maker: Maker,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    block_size: int = 16,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    fp8: bool = False,
+) -> Args:
+    """With a soft cap, scores are large enough to be bent. fp8: codes up to +-448."""
+    shape = (heads, kv_heads, head_dim)
+    args = attention_args(maker, query_lens, seq_lens, *shape, block_size=block_size)
+    args |= {"window": window, "soft_cap": soft_cap}
+    if soft_cap is not None:
+        args["scale"] *= 4
+    if fp8:
+        for name, spread in (("k", 60.0), ("v", 120.0)):
+            codes = (args[f"{name}_cache"].float() * spread).clamp(-448, 448)
+            args[f"{name}_cache"] = codes.to(FP8)
+            drawn = maker.normal(kv_heads, dtype=torch.float32).abs() + 0.5
+            args[f"{name}_scale"] = drawn / spread
+    return args
+
+
+def featured_rope_args(
+    maker: Maker,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    rotary_dim: int | None,
+    norm: bool = False,
+    fp8: bool = False,
+) -> Args:
+    """rotary_dim None: nothing is rotated. fp8: one head's values are out of range, and one
+    head's so small that they are subnormal codes. The second token is not written."""
+    shape = (tokens, heads, kv_heads, head_dim)
+    args = rope_args(maker, *shape, rotary_dim=rotary_dim, skip=(1,))
+    if rotary_dim is None:
+        args["cos_sin"] = None
+    if norm:
+        args |= {"q_norm": maker.normal(head_dim), "k_norm": maker.normal(head_dim), "eps": 1e-5}
+    if fp8:
+        scales = torch.linspace(-3, 2, kv_heads) if kv_heads > 1 else torch.tensor([-1.0])
+        for name in ("k", "v"):
+            cache = args[f"{name}_cache"]
+            args[f"{name}_cache"] = torch.full(cache.shape, NAN).to(FP8).to(maker.device)
+            args[f"{name}_scale"] = (10.0**scales).to(maker.device)
+    return args
+
+
+def _attention_cases() -> list[Case]:
+    # name, query_lens, seq_lens, heads, kv_heads, head_dim, block_size, window, soft_cap
+    sizes: list[tuple[str, list[int], list[int], int, int, int, int, int | None, float | None]] = [
+        ("decode-w1", [1, 1, 1], [1, 40, 130], 4, 2, 32, 16, 1, None),
+        ("decode-w20", [1, 1, 1], [9, 64, 150], 3, 1, 64, 32, 20, None),
+        ("decode-w64-cap", [1, 1, 1], [64, 65, 190], 8, 2, 80, 16, 64, 5.0),
+        ("decode-cap", [1, 1], [3, 70], 2, 2, 128, 16, None, 2.0),
+        ("prefill-w5", [40, 7], [40, 7], 2, 1, 16, 8, 5, None),
+        ("prefill-cap", [33], [33], 2, 1, 256, 16, None, 5.0),
+        ("chunk-w33", [20, 50], [200, 50], 4, 2, 32, 16, 33, None),
+        ("mixed-w16-cap", [1, 1, 5, 33], [80, 17, 5, 97], 6, 2, 64, 16, 16, 2.0),
+        ("mixed-w500", [1, 2, 30], [90, 18, 70], 2, 2, 96, 16, 500, None),
+    ]
+    return [
+        Case(
+            "attention",
+            f"{name}-{hq}:{hk}-d{d}-b{b}",
+            partial(
+                featured_attention_args,
+                query_lens=ql,
+                seq_lens=sl,
+                heads=hq,
+                kv_heads=hk,
+                head_dim=d,
+                block_size=b,
+                window=window,
+                soft_cap=soft_cap,
+            ),
+        )
+        for name, ql, sl, hq, hk, d, b, window, soft_cap in sizes
+    ]
+
+
+def _rope_cases() -> list[Case]:
+    # tokens, heads, kv_heads, head_dim, rotary_dim, norm
+    sizes: list[tuple[int, int, int, int, int | None, bool]] = [
+        (5, 9, 3, 64, 64, True),
+        (3, 4, 2, 80, 32, True),
+        (4, 5, 1, 10, 6, True),
+        (4, 8, 2, 128, None, True),
+        (5, 3, 3, 96, None, False),
+    ]
+    return [
+        Case(
+            "rope_and_cache",
+            f"{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
+            partial(
+                featured_rope_args,
+                tokens=t,
+                heads=hq,
+                kv_heads=hk,
+                head_dim=d,
+                rotary_dim=r,
+                norm=norm,
+            ),
+            in_place=("q", "k", "v", "k_cache", "v_cache"),
+        )
+        for t, hq, hk, d, r, norm in sizes
+    ]
+
+
+def _gelu_cases() -> list[Case]:
+    return [
+        Case("gelu_tanh_mul", f"{t}x{i}", partial(silu_args, tokens=t, intermediate=i))
+        for t, i in [(1, 1), (1, 63), (3, 1536)]
+    ]
+
+
+FEATURE_CASES: tuple[Case, ...] = (*_gelu_cases(), *_rope_cases(), *_attention_cases())
+
+
+def _fp8_attention_cases() -> list[Case]:
+    # name, query_lens, seq_lens, heads, kv_heads, head_dim, window, soft_cap
+    sizes: list[tuple[str, list[int], list[int], int, int, int, int | None, float | None]] = [
+        ("decode", [1, 1, 1], [1, 63, 130], 9, 3, 64, None, None),
+        ("mixed", [1, 5, 40], [70, 5, 100], 4, 2, 128, None, None),
+        ("mixed-w20-cap", [1, 40], [90, 60], 4, 1, 80, 20, 5.0),
+    ]
+    return [
+        Case(
+            "attention",
+            f"fp8-{name}-{hq}:{hk}-d{d}",
+            partial(
+                featured_attention_args,
+                query_lens=ql,
+                seq_lens=sl,
+                heads=hq,
+                kv_heads=hk,
+                head_dim=d,
+                window=window,
+                soft_cap=soft_cap,
+                fp8=True,
+            ),
+        )
+        for name, ql, sl, hq, hk, d, window, soft_cap in sizes
+    ]
+
+
+FP8_ATTENTION_CASES: tuple[Case, ...] = tuple(_fp8_attention_cases())
+
+FP8_ROPE_CASES: tuple[Case, ...] = tuple(
+    Case(
+        "rope_and_cache",
+        f"fp8-{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
+        partial(
+            featured_rope_args,
+            tokens=t,
+            heads=hq,
+            kv_heads=hk,
+            head_dim=d,
+            rotary_dim=r,
+            norm=norm,
+            fp8=True,
+        ),
+        in_place=("q", "k", "v", "k_cache", "v_cache"),
+    )
+    for t, hq, hk, d, r, norm in [
+        (9, 6, 3, 64, 64, False),
+        (4, 4, 2, 80, 32, True),
+        (5, 2, 1, 16, None, False),
+    ]
+)
+
+
+def assert_nearest_codes(
+    codes: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, label: str
+) -> None:
+    """codes [N, B, Hk, D] float8_e4m3fn of values that were rounded to dtype, against exact
+    (float64, in units of the scale; NaN where nothing is written): no farther than half a
+    step of e4m3, plus what those roundings are for the head's greatest value. Raises
+    AssertionError."""
+    actual = codes.double()
+    written = ~exact.isnan()
+    if not torch.equal(~actual.isnan(), written):
+        raise AssertionError(f"{label}: what is NaN differs")
+    greatest = exact.nan_to_num(0.0).abs().amax(dim=(0, 1, 3), keepdim=True)
+    rounding = 4 * torch.finfo(dtype).eps * greatest
+    step = 2.0 ** (exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    excess = ((actual - exact).abs() - step / 2 - rounding)[written]
+    if excess.numel() and float(excess.max()) > 0:
+        worst = int(excess.argmax())
+        raise AssertionError(
+            f"{label}: {int((excess > 0).sum())} of {excess.numel()} codes are not the nearest; "
+            f"worst {float(actual[written][worst])} for {float(exact[written][worst])!r}"
+        )
