@@ -54,8 +54,14 @@ class BatchInvariantCpuOps(CpuOps):
         v_cache: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return super().attention(q, k_cache, v_cache, one_token_sequences(batch), scale)
+        alone = one_token_sequences(batch)
+        options = (window, soft_cap, k_scale, v_scale)
+        return super().attention(q, k_cache, v_cache, alone, scale, *options)
 
 
 def one_token_sequences(batch: AttentionBatch) -> AttentionBatch:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_level, variants
+
+if TYPE_CHECKING:
+    from kernels.ops import Activation
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of enum Dtype in csrc/api.h."""
@@ -18,7 +22,7 @@ def _int64_fields(*names: str) -> list[tuple[str, type]]:
 
 
 class RopeSizes(ctypes.Structure):
-    """struct RopeSizes of csrc/elementwise.cpp."""
+    """struct RopeSizes of csrc/elementwise.h."""
 
     _fields_ = _int64_fields(
         *("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "max_positions"),
@@ -36,14 +40,22 @@ class RopeSizes(ctypes.Structure):
     )
 
 
+class HeadNorms(ctypes.Structure):
+    """struct HeadNorms of csrc/elementwise.h."""
+
+    _fields_ = (("q", c_void_p), ("k", c_void_p), ("eps", c_float))
+
+
 class AttentionSizes(ctypes.Structure):
-    """struct AttentionSizes of csrc/attention.cpp."""
+    """struct AttentionSizes of csrc/attention.h."""
 
     _fields_ = (
         *_int64_fields("tokens", "sequences", "heads", "kv_heads", "head_dim", "num_blocks"),
         *_int64_fields("block_size", "q_token", "q_head", "k_block", "k_slot", "k_head"),
         *_int64_fields("v_block", "v_slot", "v_head", "table_row", "table_columns"),
+        *_int64_fields("window"),
         ("scale", c_float),
+        ("soft_cap", c_float),
     )
 
 
@@ -66,7 +78,25 @@ class PackedWeight(ctypes.Structure):
     )
 
 
+class NativeExpert(ctypes.Structure):
+    """struct Expert of csrc/experts.cpp."""
+
+    _fields_ = (("gate_up", PackedWeight), ("down", PackedWeight))
+
+
+class ExpertChoices(ctypes.Structure):
+    """struct ExpertChoices of csrc/experts.cpp."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("scales", c_void_p),
+        *_int64_fields("tokens", "chosen", "experts"),
+    )
+
+
 ATTENTION_BLOCK, MLP_BLOCK = 0, 1
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+"""The codes of enum Activation in csrc/elementwise.h."""
 
 
 class NativeBlock(ctypes.Structure):
@@ -74,15 +104,15 @@ class NativeBlock(ctypes.Structure):
 
     _fields_ = (
         ("kind", c_int64),
-        ("norm", c_void_p),
+        *((name, c_void_p) for name in ("norm", "post_norm", "q_norm", "k_norm")),
         ("into", PackedWeight),
         ("out_of", PackedWeight),
+        ("activation", c_int64),
         *((name, c_void_p) for name in ("cos_sin", "k_cache", "v_cache")),
         *_int64_fields("heads", "kv_heads", "head_dim", "rotary_dim", "max_positions"),
         *_int64_fields("num_blocks", "block_size", "k_block", "k_slot", "k_head"),
-        *_int64_fields("v_block", "v_slot", "v_head"),
-        ("scale", c_float),
-        ("eps", c_float),
+        *_int64_fields("v_block", "v_slot", "v_head", "window", "row_norms"),
+        *((name, c_float) for name in ("scale", "soft_cap", "eps")),
     )
 
 
@@ -100,12 +130,20 @@ _P, _I, _N, _F = c_void_p, c_int64, c_int, c_float
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rms_norm": (None, [_N, _P, _I, _P, _P, _I, _I, _F, _N]),
     "add_rms_norm": (None, [_N, _P, _I, _P, _I, _P, _P, _I, _I, _F, _N]),
-    "silu_mul": (None, [_N, _P, _I, _P, _I, _I, _N]),
-    "rope_and_cache": (_I, [_N, _P, _P, _P, _P, _P, _P, _P, _P, POINTER(RopeSizes), _N]),
+    "activation_mul": (None, [_N, _I, _P, _I, _P, _I, _I, _N]),
+    "rope_and_cache": (
+        _I,
+        [_N, _P, _P, _P, _P, _P, _P, _P, _P, POINTER(RopeSizes), POINTER(HeadNorms), _N],
+    ),
     "attention": (_I, [_N, _P, _P, _P, _P, _P, _P, _P, POINTER(AttentionSizes), _N]),
     "packed_elements": (_I, [_N, _I, _I]),
     "pack": (None, [_N, _P, _I, _I, _P, _N]),
+    "packed_rows": (_I, [_N, _P, _I, _I, _P, _I, _P, _N]),
     "linear": (None, [_N, _P, _I, POINTER(PackedWeight), _P, _I, _N]),
+    "experts": (
+        _I,
+        [_N, _P, _I, POINTER(NativeExpert), POINTER(ExpertChoices), _I, _P, _N],
+    ),
     "quant_bytes": (_I, [_N, _I, _I]),
     "quant_pack": (None, [_N, _P, _I, _I, _I, _P, _N]),
     "quant_rows": (_I, [_N, _N, _P, _I, _I, _P, _I, _P, _N]),
@@ -128,12 +166,14 @@ class Library:
     # Declared for the type checker; __init__ sets them.
     rms_norm: ctypes._NamedFuncPointer
     add_rms_norm: ctypes._NamedFuncPointer
-    silu_mul: ctypes._NamedFuncPointer
+    activation_mul: ctypes._NamedFuncPointer
     rope_and_cache: ctypes._NamedFuncPointer
     attention: ctypes._NamedFuncPointer
     packed_elements: ctypes._NamedFuncPointer
     pack: ctypes._NamedFuncPointer
+    packed_rows: ctypes._NamedFuncPointer
     linear: ctypes._NamedFuncPointer
+    experts: ctypes._NamedFuncPointer
     quant_bytes: ctypes._NamedFuncPointer
     quant_pack: ctypes._NamedFuncPointer
     quant_rows: ctypes._NamedFuncPointer
@@ -155,3 +195,26 @@ def why_missing() -> str:
     stale = any(FOLDER.glob("pagewire_*.so"))
     state = "older than their sources" if stale else "not built"
     return f"the C++ CPU ops are {state}; torch stands in for them, slowly. Run: {COMMAND}"
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def table_sizes(cos_sin: torch.Tensor | None, head_dim: int) -> tuple[int, int]:
+    """max_positions and rotary_dim of a table, or of rotating nothing."""
+    if cos_sin is None:
+        return torch.iinfo(torch.int64).max, 0
+    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    max_positions, rotary_dim = cos_sin.shape
+    assert rotary_dim % 2 == 0 and rotary_dim <= head_dim, (rotary_dim, head_dim)
+    return max_positions, rotary_dim
+
+
+def attention_limits(
+    window: int | None, soft_cap: float | None, scale: float
+) -> tuple[int, float, float]:
+    """The fields window, scale and soft_cap, whose zeros mean none."""
+    assert window is None or window > 0, window
+    assert soft_cap is None or soft_cap > 0, soft_cap
+    return window or 0, scale, soft_cap or 0.0

@@ -10,29 +10,42 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import shapes
-from kernels.cpu import library, quantized
+from kernels.cpu import library, linear, quantized
 from kernels.cpu.blocks import CpuBlocks
+from kernels.cpu.experts import CpuExperts
 from kernels.cpu.library import (
+    ACTIVATIONS,
     DTYPES,
     AttentionSizes,
+    HeadNorms,
     Library,
     PackedWeight,
     RopeSizes,
     SamplingColumns,
+    attention_limits,
+    pointer,
+    table_sizes,
 )
+from kernels.cpu.linear import CpuLinear
 from kernels.cpu.memory import WeightMemory
 from kernels.cpu.quantized import CpuQuantizedLinear
+from kernels.fp8 import DequantizedFp8Linears
+from kernels.int4 import DequantizedInt4Linears
 from kernels.quantized import dequantize
+from kernels.reference.logit_ops import TorchLogitOps
 from kernels.reference.ops import ReferenceOps
+from kernels.registry import UnsupportedOps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.ops import (
+        Activation,
         AttentionBatch,
         Block,
         BlockBatch,
         BlockStack,
+        ExpertWeights,
         LinearWeight,
         Ops,
         SamplingBatch,
@@ -50,20 +63,6 @@ class TorchLinear:
     in_features: int
 
 
-@dataclass(frozen=True, slots=True)
-class CpuLinear:
-    packed: torch.Tensor  # one dimension; the layout is that of csrc/weight.cpp
-    bias: torch.Tensor | None  # [out] float32
-    out_features: int
-    in_features: int
-    native: PackedWeight
-    """Points into the two tensors."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.packed.dtype
-
-
 def load_cpu_ops(*, use_library: bool = True) -> Ops:
     """CpuOps for this CPU; TorchCpuOps, with a warning in the log, if the C++ is not built
     (or use_library is off)."""
@@ -74,6 +73,11 @@ def load_cpu_ops(*, use_library: bool = True) -> Ops:
         return ops
     _log.warning("%s", library.why_missing() if use_library else "the C++ CPU ops are switched off")
     return TorchCpuOps()
+
+
+def _refuse_scales(op: str, *scales: torch.Tensor | None) -> None:
+    if any(scale is not None for scale in scales):
+        raise UnsupportedOps(f"{op}: the C++ CPU ops have no 8-bit KV cache")
 
 
 def _check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -100,8 +104,9 @@ class TorchCpuOps(ReferenceOps):
         return torch.nn.functional.linear(x, weight.weight, weight.bias)
 
 
-class CpuOps:
-    """C++ for float32, bfloat16 and float16, with float32 inside; embedding is torch's.
+class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
+    """C++ for float32, bfloat16 and float16, with float32 inside; embedding, penalties, biases
+    and logprobs are torch's.
 
     Products and the blocks made of them sum in one order, so that a row's results do not
     depend on the rows beside it, bit for bit.
@@ -152,11 +157,23 @@ class CpuOps:
             return packed
         return self.prepare_linear(torch.cat([dequantize(part, dtype) for part in parts]), bias)
 
-    def quantized_embedding(
+    def packed_embedding(
         self, input_ids: torch.Tensor, table: LinearWeight, dtype: torch.dtype
     ) -> torch.Tensor:
-        assert isinstance(table, CpuQuantizedLinear), type(table)
-        return quantized.read_rows(self._lib, table, input_ids, dtype)
+        """Raises IndexError on an id out of range."""
+        assert isinstance(table, CpuLinear | CpuQuantizedLinear), type(table)
+        shapes.PACKED_EMBEDDING.check(input_ids)
+        assert input_ids.is_contiguous() and table.dtype == dtype, (table.dtype, dtype)
+        out = torch.empty(input_ids.shape[0], table.in_features, dtype=dtype)
+        if isinstance(table, CpuLinear):
+            stray = linear.read_rows(self._lib, table, input_ids, out)
+        else:
+            stray = quantized.read_rows(self._lib, table, input_ids, out)
+        if stray >= 0:
+            raise IndexError(
+                f"packed_embedding: id {int(input_ids[stray])} of a table of {table.out_features}"
+            )
+        return out
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, CpuLinear | CpuQuantizedLinear), type(weight)
@@ -188,10 +205,13 @@ class CpuOps:
         batch: BlockBatch,
         kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Raises IndexError, before anything is written, on a position, slot, block id or
-        sequence bound out of range."""
+        """One call of C++ for each run of blocks without experts, whose blocks are composed.
+
+        Raises IndexError, before such a run writes anything, on a position, slot, block id
+        or sequence bound out of range.
+        """
         assert isinstance(stack, CpuBlocks), type(stack)
-        stack.run(self._lib, residual, batch, kv_caches)
+        stack.run(self, self._lib, residual, batch, kv_caches)
 
     def embedding(self, input_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         shapes.EMBEDDING.check(input_ids, table)
@@ -241,39 +261,51 @@ class CpuOps:
         k: torch.Tensor,
         v: torch.Tensor,
         positions: torch.Tensor,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
-        """Raises IndexError, before anything is written, on a position or slot out of range."""
-        shapes.ROPE_AND_CACHE.check(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping)
-        assert cos_sin.is_contiguous() and cos_sin.shape[1] <= q.shape[2]
+        """Raises IndexError, before anything is written, on a position or slot out of range,
+        UnsupportedOps on scales: there are no 8-bit caches."""
+        _refuse_scales("rope_and_cache", k_scale, v_scale)
+        shapes.ROPE_AND_CACHE.check(
+            q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_norm, k_norm
+        )
+        assert (q_norm is None) == (k_norm is None)
         assert positions.is_contiguous() and slot_mapping.is_contiguous()
+        max_positions, rotary_dim = table_sizes(cos_sin, q.shape[2])
         num_blocks, block_size, kv_heads, head_dim = k_cache.shape
         sizes = RopeSizes(
-            *(q.shape[0], q.shape[1], kv_heads, head_dim, cos_sin.shape[1], cos_sin.shape[0]),
+            *(q.shape[0], q.shape[1], kv_heads, head_dim, rotary_dim, max_positions),
             *(num_blocks, block_size),
             *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
             *(*k_cache.stride()[:3], *v_cache.stride()[:3]),
         )
+        norms = HeadNorms(pointer(q_norm), pointer(k_norm), eps)
         wrong = self._lib.rope_and_cache(
             DTYPES[q.dtype],
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
             positions.data_ptr(),
-            cos_sin.data_ptr(),
+            pointer(cos_sin),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             slot_mapping.data_ptr(),
             ctypes.byref(sizes),
+            ctypes.byref(norms),
             torch.get_num_threads(),
         )
         if wrong >= 0:
             raise IndexError(
                 f"rope_and_cache: token {wrong} has position {int(positions[wrong])} of "
-                f"{cos_sin.shape[0]} and slot {int(slot_mapping[wrong])} of "
+                f"{max_positions} and slot {int(slot_mapping[wrong])} of "
                 f"{num_blocks * block_size}"
             )
 
@@ -284,8 +316,14 @@ class CpuOps:
         v_cache: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Raises IndexError on a block id or sequence bound out of range."""
+        """Raises IndexError on a block id or sequence bound out of range, UnsupportedOps on
+        scales."""
+        _refuse_scales("attention", k_scale, v_scale)
         starts, seq_lens = batch.query_start_loc_host, batch.seq_lens_host
         table = batch.block_table
         shapes.ATTENTION.check(q, k_cache, v_cache, starts, seq_lens, table)
@@ -298,7 +336,7 @@ class CpuOps:
             *(tokens, seq_lens.shape[0], heads, kv_heads, head_dim, num_blocks, block_size),
             *(*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]),
             *(table.stride(0), table.shape[1]),
-            scale,
+            *attention_limits(window, soft_cap, scale),
         )
         wrong = self._lib.attention(
             DTYPES[q.dtype],
@@ -333,10 +371,18 @@ class CpuOps:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         shapes.SILU_MUL.check(gate_up)
+        return self._activation_mul("silu", gate_up)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        shapes.GELU_TANH_MUL.check(gate_up)
+        return self._activation_mul("gelu_tanh", gate_up)
+
+    def _activation_mul(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, intermediate)
-        self._lib.silu_mul(
+        self._lib.activation_mul(
             DTYPES[gate_up.dtype],
+            ACTIVATIONS[activation],
             gate_up.data_ptr(),
             gate_up.stride(0),
             out.data_ptr(),
@@ -345,6 +391,23 @@ class CpuOps:
             torch.get_num_threads(),
         )
         return out
+
+    def prepare_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> CpuExperts:
+        shapes.PREPARE_EXPERTS.check(gate_up, down)
+        pairs = zip(gate_up, down, strict=True)
+        return CpuExperts([(self.prepare_linear(g), self.prepare_linear(d)) for g, d in pairs])
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        expert_ids: torch.Tensor,
+        expert_scales: torch.Tensor,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """Raises IndexError on an id out of range."""
+        assert isinstance(weights, CpuExperts), type(weights)
+        return weights.mix(self._lib, x, expert_ids, expert_scales, activation)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         columns = (

@@ -95,16 +95,13 @@ def pack(
 
 
 def read_rows(
-    lib: Library, weight: CpuQuantizedLinear, ids: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The weights of rows ids [T] int64 -> [T, in]. Raises IndexError on an id out of range.
-
-    weight has one part.
-    """
-    assert len(weight.packed) == 1 and ids.is_contiguous() and ids.dtype == torch.int64
-    out = torch.empty(ids.shape[0], weight.in_features, dtype=dtype)
-    stray = lib.quant_rows(
-        DTYPES[dtype],
+    lib: Library, weight: CpuQuantizedLinear, ids: torch.Tensor, out: torch.Tensor
+) -> int:
+    """out [T, in] = rows ids [T] int64 of a weight of one part. Returns the index of the first
+    id out of range, in which case out is as it was; else -1."""
+    assert len(weight.packed) == 1
+    stray: int = lib.quant_rows(
+        DTYPES[out.dtype],
         weight.parts.parts[0].format,
         weight.packed[0].data_ptr(),
         weight.out_features,
@@ -114,11 +111,7 @@ def read_rows(
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    if stray >= 0:
-        raise IndexError(
-            f"quantized_embedding: id {int(ids[stray])} of a table of {weight.out_features}"
-        )
-    return out
+    return stray
 
 
 def _join(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:

@@ -55,6 +55,7 @@ def test_tests_cover_every_variant_that_this_cpu_runs() -> None:
     assert tuple(variant.name for variant in library.supported_variants()) == VARIANTS
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", build.variants(), ids=lambda variant: variant.name)
 def test_every_variant_is_sound_cxx(variant: build.Variant) -> None:
     """Those that this CPU cannot run too: all templates are instantiated, without code."""

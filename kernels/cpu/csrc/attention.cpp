@@ -1,16 +1,16 @@
 // Causal attention over the paged KV cache, read in place through the block table.
 //
-// Keys pass in steps of up to KEYS with an online softmax (Milakov and Gimelshein,
-// arXiv:1805.02867). Few query rows (decode): keys and values are read straight from the cache.
-// Many rows (prefill): a step's keys and values are widened to float32 tiles once and multiplied
-// by register-blocked products. In bfloat16, where the CPU multiplies it, both ways use its dot
-// products, and weights are rounded to it.
+// Keys pass in steps of up to KEYS with an online softmax. Few query rows (decode): keys and values
+// are read straight from the cache. Many rows (prefill): a step's keys and values are widened to
+// float32 tiles once and multiplied by register-blocked products. In bfloat16, where the CPU
+// multiplies it, both ways use its dot products, and weights are rounded to it. Keys before the
+// window of an item's first token are not read.
 
 #include <algorithm>
 #include <cmath>
 
 #include "attention.h"
-#include "attention_dots.h"
+#include "attention_direct.h"
 #include "attention_tiles.h"
 
 namespace pagewire {
@@ -18,14 +18,6 @@ namespace pagewire {
 using Item = AttentionItem;
 
 namespace {
-
-constexpr int64_t KEYS = 64;  // a step
-
-// Softmax state of some query rows: the running maximum, the sum of exp, the weighted values.
-struct Rows {
-  float *q, *scores, *acc, *peak, *total;
-  bf16 *short_q, *weights;  // [dim] and [KEYS] a row, where dot products read them
-};
 
 #if defined(__AVX512BF16__)
 template <class T>
@@ -66,105 +58,10 @@ struct Attention {
       for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + d);
   }
 
-  // scores[row][j] = q[row] . keys[j] for MR rows and U keys
-  template <int MR, int U>
-  void dot(const float* q_rows, const T* const* keys, float* scores) const {
-    vf acc[U][MR] = {};
-    int64_t d = 0;
-    for (; d + W <= n.head_dim; d += W) {
-      vf key[U];
-      PAGEWIRE_UNROLL
-      for (int j = 0; j < U; j++) key[j] = load(keys[j] + d);
-      PAGEWIRE_UNROLL
-      for (int m = 0; m < MR; m++) {
-        vf query = load(q_rows + m * dim + d);
-        PAGEWIRE_UNROLL
-        for (int j = 0; j < U; j++) acc[j][m] += key[j] * query;
-      }
-    }
-    if (d < n.head_dim) {
-      PAGEWIRE_UNROLL
-      for (int j = 0; j < U; j++) {
-        vf key = load_first(keys[j] + d, n.head_dim - d);
-        PAGEWIRE_UNROLL
-        for (int m = 0; m < MR; m++) acc[j][m] += key * load(q_rows + m * dim + d);
-      }
-    }
-    PAGEWIRE_UNROLL
-    for (int m = 0; m < MR; m++)
-      PAGEWIRE_UNROLL
-      for (int j = 0; j < U; j++) scores[m * KEYS + j] = sum(acc[j][m]);
-  }
-
-  // acc[row] += sum over j of weights[row][j] * values[j], for MR rows
-  template <int MR>
-  void accumulate(const float* weights, const T* const* values, int64_t count, float* acc) const {
-    int64_t d = 0;
-    for (; d + 2 * W <= n.head_dim; d += 2 * W) {
-      vf c[MR][2];
-      PAGEWIRE_UNROLL
-      for (int m = 0; m < MR; m++) {
-        c[m][0] = load(acc + m * dim + d);
-        c[m][1] = load(acc + m * dim + d + W);
-      }
-      for (int64_t j = 0; j < count; j++) {
-        vf v0 = load(values[j] + d), v1 = load(values[j] + d + W);
-        PAGEWIRE_UNROLL
-        for (int m = 0; m < MR; m++) {
-          float weight = weights[m * KEYS + j];
-          c[m][0] += v0 * weight;
-          c[m][1] += v1 * weight;
-        }
-      }
-      PAGEWIRE_UNROLL
-      for (int m = 0; m < MR; m++) {
-        store(acc + m * dim + d, c[m][0]);
-        store(acc + m * dim + d + W, c[m][1]);
-      }
-    }
-    for (; d < n.head_dim; d += W) {
-      int64_t width = std::min<int64_t>(W, n.head_dim - d);
-      vf c[MR];
-      PAGEWIRE_UNROLL
-      for (int m = 0; m < MR; m++) c[m] = load(acc + m * dim + d);
-      for (int64_t j = 0; j < count; j++) {
-        vf v = width == W ? load(values[j] + d) : load_first(values[j] + d, width);
-        PAGEWIRE_UNROLL
-        for (int m = 0; m < MR; m++) c[m] += v * weights[m * KEYS + j];
-      }
-      PAGEWIRE_UNROLL
-      for (int m = 0; m < MR; m++) store(acc + m * dim + d, c[m]);
-    }
-  }
-
-  // Turns the scores of one row into weights, and rescales what the row has so far.
-  void soften(const Rows& rows, int64_t row, int64_t visible, int64_t count) const {
-    float* scores = rows.scores + row * KEYS;
-    int64_t width = (count + W - 1) / W * W;
-    for (int64_t j = visible; j < width; j++) scores[j] = -INF;
-    vf best = splat(-INF);
-    for (int64_t j = 0; j < width; j += W) best = max(best, load(scores + j));
-    float peak = std::max(rows.peak[row], max_lane(best));
-    // A row that has seen no key yet keeps weights of zero: -inf - (-inf) would be NaN.
-    vf shift = splat(peak == -INF ? 0.0f : peak), total = {};
-    for (int64_t j = 0; j < width; j += W) {
-      vf weight = exp(load(scores + j) - shift);
-      store(scores + j, weight);
-      total += weight;
-    }
-    if (peak != rows.peak[row]) {
-      float rescale = exp(splat(rows.peak[row] - peak))[0];
-      rows.total[row] *= rescale;
-      float* acc = rows.acc + row * dim;
-      for (int64_t d = 0; d < dim; d += W) store(acc + d, load(acc + d) * rescale);
-      rows.peak[row] = peak;
-    }
-    rows.total[row] += sum(total);
-  }
-
-  int64_t visible_keys(const Item& item, int64_t row, int64_t key, int64_t count) const {
-    int64_t position = item.first_position + item.token(row, group);
-    return std::clamp<int64_t>(position + 1 - key, 0, count);
+  Visible visible_keys(const Item& item, int64_t row, int64_t key, int64_t count) const {
+    int64_t end = item.first_position + item.token(row, group) + 1;
+    int64_t begin = n.window > 0 ? end - n.window : 0;
+    return {std::clamp<int64_t>(begin - key, 0, count), std::clamp<int64_t>(end - key, 0, count)};
   }
 
   template <int MR>
@@ -174,12 +71,12 @@ struct Attention {
     const float* q_rows = rows.q + row * dim;
     float* scores = rows.scores + row * KEYS;
     int64_t j = 0;
-    for (; j + U <= count; j += U) dot<MR, U>(q_rows, keys + j, scores + j);
-    for (; j < count; j++) dot<MR, 1>(q_rows, keys + j, scores + j);
+    for (; j + U <= count; j += U)
+      few_rows::dot<MR, U>(q_rows, dim, keys + j, n.head_dim, scores + j);
+    for (; j < count; j++) few_rows::dot<MR, 1>(q_rows, dim, keys + j, n.head_dim, scores + j);
     PAGEWIRE_UNROLL
-    for (int m = 0; m < MR; m++)
-      soften(rows, row + m, visible_keys(item, row + m, key, count), count);
-    accumulate<MR>(scores, values, count, rows.acc + row * dim);
+    for (int m = 0; m < MR; m++) rows.soften(row + m, visible_keys(item, row + m, key, count), count);
+    few_rows::accumulate<MR>(scores, values, count, n.head_dim, rows.acc + row * dim, dim);
   }
 
   void direct(const Item& item, const Rows& rows) const {
@@ -239,45 +136,12 @@ struct Attention {
       multiply(rows.q, dim, key_tile, KEYS, rows.scores, KEYS, num_rows, padded(count), n.head_dim,
                false);
       for (int64_t row = 0; row < num_rows; row++)
-        soften(rows, row, visible_keys(item, row, key, count), count);
+        rows.soften(row, visible_keys(item, row, key, count), count);
       multiply(rows.scores, KEYS, value_tile, dim, rows.acc, dim, num_rows, dim, count, true);
     }
   }
 
 #if defined(__AVX512BF16__)
-  // As soften, from scores that are not scaled yet to weights in bfloat16.
-  void soften_short(const Rows& rows, int64_t row, int64_t visible, int64_t count) const {
-    float* scores = rows.scores + row * KEYS;
-    bf16* weights = rows.weights + row * KEYS;
-    vf scaled[KEYS / W], best = splat(-INF);
-    int64_t vectors = (count + W - 1) / W;
-    for (int64_t i = 0; i < vectors; i++) {
-      scaled[i] = load(scores + i * W) * n.scale;
-      int64_t left = visible - i * W;
-      if (left < W)
-        scaled[i] = bits_as<vf>(_mm512_mask_blend_ps(
-            __mmask16(left > 0 ? (1u << left) - 1 : 0), bits_as<__m512>(splat(-INF)),
-            bits_as<__m512>(scaled[i])));
-      best = max(best, scaled[i]);
-    }
-    float before = rows.peak[row], peak = std::max(before, max_lane(best));
-    vf shift = splat(peak == -INF ? 0.0f : peak), total = {};
-    for (int64_t i = 0; i < vectors; i++) {
-      vf weight = dots::exp_of_negative(scaled[i] - shift);
-      __m256bh rounded = _mm512_cvtneps_pbh(bits_as<__m512>(weight));
-      std::memcpy(weights + i * W, &rounded, sizeof rounded);
-      total += weight;
-    }
-    if (peak != before) {
-      float rescale = dots::exp_of_negative(splat(before - peak))[0];
-      rows.total[row] *= rescale;
-      float* acc = rows.acc + row * dim;
-      for (int64_t d = 0; d < dim; d += W) store(acc + d, load(acc + d) * rescale);
-      rows.peak[row] = peak;
-    }
-    rows.total[row] += sum(total);
-  }
-
   // next: the item that the thread runs after this one, or null.
   void direct_dots(const Item& item, const Item* next, const Rows& rows) const {
     const T *keys[2][KEYS], *values[2][KEYS];
@@ -304,7 +168,7 @@ struct Attention {
               dots::multiply_keys<M>(rows.short_q + row * dim, dim, keys[now] + j, fetch_keys,
                                      n.head_dim, rows.scores + row * KEYS + j);
             for (int m = 0; m < M; m++)
-              soften_short(rows, row + m, visible_keys(item, row + m, key, count), count);
+              rows.soften_short(row + m, visible_keys(item, row + m, key, count), count);
             dots::add_values<M>(rows.weights + row * KEYS, values[now], fetch_values, count,
                                 n.head_dim, rows.acc + row * dim, dim);
           });
@@ -344,7 +208,7 @@ struct Attention {
       for (int64_t row = 0; row < num_rows; row += HEIGHT) {
         int64_t height = std::min<int64_t>(HEIGHT, num_rows - row);
         // Rows are in the order of their positions: the last one sees most.
-        int64_t seen = visible_keys(item, row + height - 1, key, count);
+        int64_t seen = visible_keys(item, row + height - 1, key, count).end;
         if (seen == 0) continue;
         dots::with_rows<HEIGHT>(height, [&](auto rows_at_once) {
           constexpr int M = decltype(rows_at_once)::value;
@@ -353,7 +217,7 @@ struct Attention {
                                    (n.head_dim + 1) / 2, rows.scores + row * KEYS + panel * 32,
                                    KEYS, false);
           for (int m = 0; m < M; m++)
-            soften_short(rows, row + m, visible_keys(item, row + m, key, count), seen);
+            rows.soften_short(row + m, visible_keys(item, row + m, key, count), seen);
           for (int64_t d = 0; d < dim; d += 32)
             dots::multiply_tile<M>(rows.weights + row * KEYS, KEYS, value_tile + d * KEYS,
                                    (seen + 1) / 2, rows.acc + row * dim + d, dim, true);
@@ -370,6 +234,9 @@ struct Attention {
     int64_t num_rows = item.rows(group), floats = 2 * dim + KEYS + 2;
     float* memory = scratch<RowMemory, float>(size_t(num_rows * floats));
     Rows rows;
+    rows.dim = dim;
+    rows.soft_cap = n.soft_cap;
+    rows.scale = n.scale;
     rows.q = memory;
     rows.acc = rows.q + num_rows * dim;
     rows.scores = rows.acc + num_rows * dim;

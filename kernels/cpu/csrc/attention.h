@@ -11,7 +11,9 @@ struct AttentionSizes {
   int64_t q_token, q_head;  // strides
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head, table_row;
   int64_t table_columns;
+  int64_t window;  // 0: none
   float scale;
+  float soft_cap;  // 0: none
 };
 
 namespace pagewire {
@@ -20,7 +22,7 @@ struct AttentionItem {
   int64_t sequence, kv_head, kv_heads;
   int64_t first_token, tokens;     // of the flat batch
   int64_t first_position;          // absolute position of first_token
-  int64_t key_begin, key_end;
+  int64_t key_begin, key_end;      // those that a token of it sees
   int64_t partial;                 // first row of its partial result; -1: writes the output
 
   // Its query rows are ordered by KV head, token, and query head within the group.
@@ -35,15 +37,21 @@ struct AttentionItem {
 // Whether an item of so many tokens reads the cache directly, as decode does.
 bool is_direct(int64_t tokens, int64_t group);
 
-// How a batch is cut: the same for all layers of a step, whose sizes differ in strides only.
+// How a batch is cut: the same for all layers of a step that fits() takes.
 struct AttentionPlan {
   struct Merge {
     int64_t first, spans;  // of items
   };
+  AttentionSizes made_for{};
   std::vector<AttentionItem> items;
   std::vector<Merge> merges;
   int64_t partial_rows = 0, work = 0;
 
+  bool fits(const AttentionSizes& n) const {
+    const AttentionSizes& m = made_for;
+    return n.window == m.window && n.heads == m.heads && n.kv_heads == m.kv_heads &&
+           n.head_dim == m.head_dim;
+  }
   void make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens, int threads);
 };
 

@@ -29,6 +29,7 @@ bool is_direct(int64_t tokens, int64_t group) {
 void AttentionPlan::make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
                          int threads) {
   int64_t group = n.heads / n.kv_heads;
+  made_for = n;
   items.clear();
   merges.clear();
   partial_rows = work = 0;
@@ -39,24 +40,28 @@ void AttentionPlan::make(const AttentionSizes& n, const int32_t* starts, const i
   for (int64_t r = n.sequences - 1; r >= 0; r--) {
     int64_t query_len = starts[r + 1] - starts[r], seq_len = seq_lens[r];
     if (seq_len == 0 || query_len == 0) continue;
-    work += query_len * seq_len * n.heads * n.head_dim;
+    int64_t seen = n.window > 0 ? std::min(seq_len, n.window + query_len - 1) : seq_len;
+    work += query_len * seen * n.heads * n.head_dim;
     int64_t tile_rows = std::clamp(query_len * group / TILES, MIN_TILE_ROWS, MAX_TILE_ROWS);
     int64_t tile_tokens = std::max<int64_t>(1, tile_rows / group);
     for (int64_t end = query_len; end > 0; end -= tile_tokens) {
       int64_t begin = std::max<int64_t>(0, end - tile_tokens);
       int64_t kv_heads = is_direct(end - begin, group) ? together : 1;
-      Item item{r, 0, kv_heads, starts[r] + begin, end - begin, seq_len - query_len + begin, 0,
+      int64_t position = seq_len - query_len + begin;
+      int64_t first_key = n.window > 0 ? std::max<int64_t>(0, position + 1 - n.window) : 0;
+      Item item{r, 0, kv_heads, starts[r] + begin, end - begin, position, first_key,
                 seq_len - query_len + end, -1};
-      int64_t spans = query_len == 1 ? (seq_len + SPAN - 1) / SPAN : 1;
+      int64_t first_span = first_key / SPAN;
+      int64_t spans = query_len == 1 ? (seq_len + SPAN - 1) / SPAN - first_span : 1;
       for (item.kv_head = 0; item.kv_head < n.kv_heads; item.kv_head += kv_heads) {
         if (spans == 1) {
           items.push_back(item);
           continue;
         }
         merges.push_back({int64_t(items.size()), spans});
-        for (int64_t s = 0; s < spans; s++) {
+        for (int64_t s = first_span; s < first_span + spans; s++) {
           Item span = item;
-          span.key_begin = s * SPAN;
+          span.key_begin = std::max(first_key, s * SPAN);
           span.key_end = std::min(seq_len, (s + 1) * SPAN);
           span.partial = partial_rows;
           partial_rows += span.rows(group);

@@ -1,27 +1,32 @@
 // The residual blocks of a decoder, from the first to the last, in one call.
 //
 // A block adds to the residual what its branch makes of the normed residual:
-//     attention: norm -> qkv product -> RoPE, KV write -> attention -> output product -> add
-//     MLP:       norm -> gate-up product -> SiLU-mul -> down product -> add
-// What lies between lives in memory of the calling thread that is kept from step to step.
+//     attention: norm -> qkv product -> head norms, RoPE, KV write -> attention -> output product
+//                -> norm -> add
+//     MLP:       norm -> gate-up product -> act(gate) * up -> down product -> norm -> add
+// where norms and RoPE may be left out. What lies between lives in memory of the calling thread that is kept from step to step.
 
 #include "attention.h"
-#include "elementwise.h"
-#include "product.h"
+#include "gated.h"
 
 enum BlockKind : int64_t { ATTENTION_BLOCK = 0, MLP_BLOCK = 1 };
 
 // As kernels/cpu/library.py fills it.
 struct Block {
   int64_t kind;
-  const void* norm;      // [H], in the model's dtype
+  // In the model's dtype, or null. Those of q and k are [head_dim], or [heads or kv_heads,
+  // head_dim] with row_norms.
+  const void *norm, *post_norm, *q_norm, *k_norm;
   PackedWeight in, out;  // qkv and output; gate-up and down
-  // Of attention: cos_sin float32 [max_positions, rotary_dim], the strides are the cache's.
+  int64_t activation;    // of an MLP
+  // Of attention: cos_sin float32 [max_positions, rotary_dim] (null and 0: no rotation), the
+  // strides are the cache's.
   const float* cos_sin;
   void *k_cache, *v_cache;
   int64_t heads, kv_heads, head_dim, rotary_dim, max_positions, num_blocks, block_size;
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
-  float scale, eps;
+  int64_t window, row_norms;
+  float scale, soft_cap, eps;
 };
 
 // The step's flat batch.
@@ -34,6 +39,24 @@ struct BlockBatch {
 namespace pagewire {
 namespace {
 
+// The plans of a step, one for each kind of attention in it.
+class Plans {
+ public:
+  void clear() { used_ = 0; }
+
+  const AttentionPlan& of(const AttentionSizes& n, const BlockBatch& batch, int threads) {
+    for (size_t i = 0; i < used_; i++)
+      if (plans_[i].fits(n)) return plans_[i];
+    if (used_ == plans_.size()) plans_.emplace_back();
+    plans_[used_].make(n, batch.starts, batch.seq_lens, threads);
+    return plans_[used_++];
+  }
+
+ private:
+  std::vector<AttentionPlan> plans_;
+  size_t used_ = 0;
+};
+
 template <class T>
 struct Blocks {
   const BlockBatch& batch;
@@ -41,7 +64,7 @@ struct Blocks {
   T* residual;  // [tokens, hidden], dense
   int64_t hidden;
   int threads;
-  AttentionPlan& plan;
+  Plans& plans;
 
   T* normed() const {
     struct Normed;
@@ -49,21 +72,50 @@ struct Blocks {
   }
 
   PreparedRows norm(const Block& block) const {
-    T* to = normed();
-    for_rows(batch.tokens, hidden, threads, [&](int64_t t) {
-      normalize(residual + t * hidden, static_cast<const T*>(block.norm), to + t * hidden, hidden,
-                block.eps);
-    });
-    return prepare(block.in, dtype, to, hidden, batch.tokens, threads);
+    T* x = residual;
+    if (block.norm != nullptr) {
+      x = normed();
+      for_rows(batch.tokens, hidden, threads, [&](int64_t t) {
+        normalize(residual + t * hidden, static_cast<const T*>(block.norm), x + t * hidden, hidden,
+                  block.eps);
+      });
+    }
+    return prepare(block.in, dtype, x, hidden, batch.tokens, threads);
   }
 
-  void add(const PackedWeight& w, const T* x) const {
+  // The branch's end: the product of x, normed if it is to be, joins the residual.
+  void add(const Block& block, const T* x) const {
+    const PackedWeight& w = block.out;
     PreparedRows rows = prepare(w, dtype, x, w.in, batch.tokens, threads);
+    if (block.post_norm != nullptr) return add_normed(block, rows);
     product(w, rows, threads, [&](int64_t row, int64_t column, int64_t columns, const float* sums) {
       T* to = residual + row * hidden + column;
       int64_t i = 0;
       for (; i + W <= columns; i += W) store(to + i, load(to + i) + load(sums + i));
       for (; i < columns; i++) from_float(to_float(to[i]) + sums[i], to + i);
+    });
+  }
+
+  void add_normed(const Block& block, const PreparedRows& x) const {
+    T* branch = normed();
+    product(block.out, x, threads,
+            [&](int64_t row, int64_t column, int64_t columns, const float* sums) {
+              store_columns(branch + row * hidden + column, sums, columns);
+            });
+    for_rows(batch.tokens, hidden, threads, [&](int64_t t) {
+      T* of_row = branch + t * hidden;
+      normalize(of_row, static_cast<const T*>(block.post_norm), of_row, hidden, block.eps);
+      pagewire::add(of_row, residual + t * hidden, hidden);
+    });
+  }
+
+  // All heads of q as one row, and all of k.
+  void norm_rows(const Block& block, T* q, T* k, int64_t width) const {
+    int64_t q_size = block.heads * block.head_dim, k_size = block.kv_heads * block.head_dim;
+    for_rows(batch.tokens, q_size + k_size, threads, [&](int64_t t) {
+      T *q_row = q + t * width, *k_row = k + t * width;
+      normalize(q_row, static_cast<const T*>(block.q_norm), q_row, q_size, block.eps);
+      normalize(k_row, static_cast<const T*>(block.k_norm), k_row, k_size, block.eps);
     });
   }
 
@@ -78,67 +130,33 @@ struct Blocks {
     int64_t dim = block.head_dim, width = block.in.out;
     T *k = qkv + block.heads * dim, *v = k + block.kv_heads * dim;
     T *k_cache = static_cast<T*>(block.k_cache), *v_cache = static_cast<T*>(block.v_cache);
-    rope_and_cache(rope_sizes(block), qkv, k, v, batch.positions, block.cos_sin, k_cache, v_cache,
+    HeadNorms norms{block.q_norm, block.k_norm, block.eps};
+    if (block.row_norms) {
+      norm_rows(block, qkv, k, width);
+      norms.q = norms.k = nullptr;
+    }
+    rope_and_cache(rope_sizes(block), norms, qkv, k, v, batch.positions, block.cos_sin, k_cache, v_cache,
                    batch.slots, threads);
     T* attended = scratch<Attended, T>(size_t(batch.tokens * block.out.in));
     AttentionSizes sizes = attention_sizes(block);
     sizes.q_token = width;
     sizes.q_head = dim;
-    attention(sizes, plan, qkv, k_cache, v_cache, attended, batch.starts, batch.seq_lens,
+    attention(sizes, plans.of(sizes, batch, threads), qkv, k_cache, v_cache, attended, batch.starts, batch.seq_lens,
               batch.block_table, threads);
-    add(block.out, attended);
+    add(block, attended);
   }
 
   void mlp_block(const Block& block) const {
     struct Hidden;
-    int64_t inter = block.out.in;
-    T* act = scratch<Hidden, T>(size_t(batch.tokens * inter));
-    PreparedRows x = norm(block);
-    if (inter % PANEL == 0)
-      gate_and_up(block, x, act);
-    else
-      gate_then_up(block, x, act);
-    add(block.out, act);
-  }
-
-  // A panel of gates, and at once the panel of ups that it meets.
-  void gate_and_up(const Block& block, const PreparedRows& x, T* act) const {
-    const PackedWeight& w = block.in;
-    int64_t inter = block.out.in, panels = inter / PANEL;
-    for_panels(panels, x.count, 2 * w.in, threads, [&](int64_t panel, int64_t row, int64_t rows) {
-      alignas(64) float gates[ROW_BLOCK * PANEL], ups[ROW_BLOCK * PANEL];
-      const char* from = static_cast<const char*>(x.data) + row * x.row_bytes;
-      multiply_panel(w, panel, from, x.row_bytes, rows, gates);
-      multiply_panel(w, panels + panel, from, x.row_bytes, rows, ups);
-      vf bias[4] = {};
-      if (w.bias != nullptr)
-        for (int i = 0; i < 4; i++)
-          bias[i] = load(w.bias + (i / 2) * inter + panel * PANEL + (i % 2) * W);
-      for (int64_t r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) {
-          int64_t at = r * PANEL + i * W;
-          store(act + (row + r) * inter + panel * PANEL + i * W,
-                silu(load(gates + at) + bias[i]) * (load(ups + at) + bias[2 + i]));
-        }
-    });
-  }
-
-  void gate_then_up(const Block& block, const PreparedRows& x, T* act) const {
-    struct GateUp;
-    int64_t inter = block.out.in, width = block.in.out;
-    T* gate_up = scratch<GateUp, T>(size_t(batch.tokens * width));
-    product(block.in, x, threads, [&](int64_t row, int64_t column, int64_t columns, const float* sums) {
-      store_columns(gate_up + row * width + column, sums, columns);
-    });
-    for_rows(batch.tokens, inter, threads, [&](int64_t t) {
-      silu_mul_row(gate_up + t * width, gate_up + t * width + inter, act + t * inter, inter);
-    });
+    T* act = scratch<Hidden, T>(size_t(batch.tokens * block.out.in));
+    gated_product(block.in, norm(block), block.activation, act, threads);
+    add(block, act);
   }
 
   AttentionSizes attention_sizes(const Block& b) const {
     return {batch.tokens, batch.sequences, b.heads, b.kv_heads, b.head_dim, b.num_blocks,
             b.block_size, 0, 0, b.k_block, b.k_slot, b.k_head, b.v_block, b.v_slot, b.v_head,
-            batch.table_row, batch.table_columns, b.scale};
+            batch.table_row, batch.table_columns, b.window, b.scale, b.soft_cap};
   }
 
   RopeSizes rope_sizes(const Block& b) const {
@@ -148,19 +166,29 @@ struct Blocks {
             b.v_block, b.v_slot, b.v_head};
   }
 
-  // As pagewire_run_blocks. All blocks share one geometry of cache and heads.
+  // As pagewire_run_blocks. All blocks share one geometry of cache.
+  int64_t find_stray_input(const Block* blocks, int64_t num_blocks) const {
+    const Block* first = nullptr;
+    int64_t max_positions = INT64_MAX;
+    for (const Block* b = blocks; b < blocks + num_blocks; b++) {
+      if (b->kind != ATTENTION_BLOCK) continue;
+      if (first == nullptr) first = b;
+      max_positions = std::min(max_positions, b->max_positions);
+    }
+    if (first == nullptr) return -1;
+    RopeSizes rope = rope_sizes(*first);
+    rope.max_positions = max_positions;
+    int64_t stray = find_stray(rope, batch.positions, batch.slots);
+    if (stray >= 0) return stray;
+    stray = find_stray(attention_sizes(*first), batch.starts, batch.seq_lens, batch.block_table);
+    return stray < 0 ? -1 : batch.tokens + stray;
+  }
+
   int64_t run(const Block* blocks, int64_t num_blocks) const {
-    const Block* planned = nullptr;
+    int64_t stray = find_stray_input(blocks, num_blocks);
+    if (stray >= 0) return stray;
+    plans.clear();
     for (int64_t i = 0; i < num_blocks; i++) {
-      if (blocks[i].kind == ATTENTION_BLOCK && planned == nullptr) {
-        planned = blocks + i;
-        int64_t stray = find_stray(rope_sizes(*planned), batch.positions, batch.slots);
-        if (stray >= 0) return stray;
-        AttentionSizes sizes = attention_sizes(*planned);
-        stray = find_stray(sizes, batch.starts, batch.seq_lens, batch.block_table);
-        if (stray >= 0) return batch.tokens + stray;
-        plan.make(sizes, batch.starts, batch.seq_lens, threads);
-      }
       if (blocks[i].kind == ATTENTION_BLOCK)
         attention_block(blocks[i]);
       else
@@ -180,11 +208,11 @@ using namespace pagewire;
 PAGEWIRE_API int64_t pagewire_run_blocks(int dtype, const Block* blocks, int64_t num_blocks,
                                          const BlockBatch* batch, void* residual, int64_t hidden,
                                          int threads) {
-  thread_local AttentionPlan plan;
+  thread_local Plans plans;
   int64_t stray = -1;
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    Blocks<T> run{*batch, dtype, static_cast<T*>(residual), hidden, threads, plan};
+    Blocks<T> run{*batch, dtype, static_cast<T*>(residual), hidden, threads, plans};
     stray = run.run(blocks, num_blocks);
   });
   return stray;

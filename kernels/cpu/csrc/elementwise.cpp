@@ -1,4 +1,4 @@
-// RMSNorm, SiLU-mul, and rotary embedding with the KV write.
+// RMSNorm, the gates of gated MLPs, and rotary embedding with the KV write.
 
 #include "elementwise.h"
 
@@ -30,14 +30,15 @@ PAGEWIRE_API void pagewire_add_rms_norm(int dtype, const void* x, int64_t x_stri
   });
 }
 
-PAGEWIRE_API void pagewire_silu_mul(int dtype, const void* gate_up, int64_t stride, void* out,
-                                    int64_t rows, int64_t intermediate, int threads) {
+PAGEWIRE_API void pagewire_activation_mul(int dtype, int64_t activation, const void* gate_up,
+                                          int64_t stride, void* out, int64_t rows,
+                                          int64_t intermediate, int threads) {
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     for_rows(rows, intermediate, threads, [&](int64_t row) {
       const T* gate = static_cast<const T*>(gate_up) + row * stride;
-      silu_mul_row(gate, gate + intermediate, static_cast<T*>(out) + row * intermediate,
-                   intermediate);
+      activation_mul_row(activation, gate, gate + intermediate,
+                         static_cast<T*>(out) + row * intermediate, intermediate);
     });
   });
 }
@@ -45,14 +46,15 @@ PAGEWIRE_API void pagewire_silu_mul(int dtype, const void* gate_up, int64_t stri
 PAGEWIRE_API int64_t pagewire_rope_and_cache(int dtype, void* q, const void* k, const void* v,
                                              const int64_t* positions, const float* cos_sin,
                                              void* k_cache, void* v_cache, const int64_t* slots,
-                                             const RopeSizes* sizes, int threads) {
+                                             const RopeSizes* sizes, const HeadNorms* norms,
+                                             int threads) {
   int64_t stray = find_stray(*sizes, positions, slots);
   if (stray >= 0) return stray;
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    rope_and_cache(*sizes, static_cast<T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
-                   positions, cos_sin, static_cast<T*>(k_cache), static_cast<T*>(v_cache), slots,
-                   threads);
+    rope_and_cache(*sizes, *norms, static_cast<T*>(q), static_cast<const T*>(k),
+                   static_cast<const T*>(v), positions, cos_sin, static_cast<T*>(k_cache),
+                   static_cast<T*>(v_cache), slots, threads);
   });
   return -1;
 }

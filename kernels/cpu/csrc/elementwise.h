@@ -1,4 +1,4 @@
-// What is done to single rows: RMSNorm, addition, SiLU-mul, rotary embedding.
+// What is done to single rows: RMSNorm, addition, the gates of gated MLPs, rotary embedding.
 #pragma once
 
 #include <cmath>
@@ -61,15 +61,31 @@ void add(const T* x, T* residual, int64_t n) {
 
 inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
 
-template <class T>
-void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(out + i, silu(load(gate + i)) * load(up + i));
-  if (i < n)
-    store_first(out + i, silu(load_first(gate + i, n - i)) * load_first(up + i, n - i), n - i);
+// 0.5 x (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+inline vf gelu_tanh(vf x) {
+  vf twice_u = x * (1.5957691216057308f + 0.07135481627159606f * (x * x));
+  return x / (1.0f + exp(-twice_u));
 }
 
-// One head: element i turns with element i + half; the rest is copied. from may be to.
+// The codes of kernels/cpu/library.py.
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+
+inline vf activate(int64_t activation, vf x) {
+  return activation == SILU ? silu(x) : gelu_tanh(x);
+}
+
+template <class T>
+void activation_mul_row(int64_t activation, const T* gate, const T* up, T* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, activate(activation, load(gate + i)) * load(up + i));
+  if (i < n) {
+    vf tail = activate(activation, load_first(gate + i, n - i)) * load_first(up + i, n - i);
+    store_first(out + i, tail, n - i);
+  }
+}
+
+// One head: element i turns with element i + half; the rest is copied. from may be to. half may
+// be 0, which copies all.
 template <class T>
 void rotate_head(const T* from, T* to, const float* cos, const float* sin, int64_t half, int64_t dim) {
   int64_t i = 0;
@@ -101,17 +117,26 @@ inline int64_t find_stray(const RopeSizes& n, const int64_t* positions, const in
   return -1;
 }
 
-// cos_sin is dense float32 [max_positions, rotary_dim].
+// RMS norms of single heads, [D] each; null norms nothing.
+struct HeadNorms {
+  const void *q, *k;
+  float eps;
+};
+
+// cos_sin is dense float32 [max_positions, rotary_dim], or null where rotary_dim is 0.
 template <class T>
-void rope_and_cache(const RopeSizes& n, T* q, const T* k, const T* v, const int64_t* positions,
-                    const float* cos_sin, T* k_cache, T* v_cache, const int64_t* slots,
-                    int threads) {
+void rope_and_cache(const RopeSizes& n, const HeadNorms& norms, T* q, const T* k, const T* v,
+                    const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,
+                    const int64_t* slots, int threads) {
   int64_t half = n.rotary_dim / 2;
+  const T *q_norm = static_cast<const T*>(norms.q), *k_norm = static_cast<const T*>(norms.k);
   for_rows(n.tokens, (n.heads + 2 * n.kv_heads) * n.head_dim, threads, [&](int64_t t) {
-    const float* cos = cos_sin + positions[t] * n.rotary_dim;
-    const float* sin = cos + half;
+    struct NormedKey;
+    const float* cos = half > 0 ? cos_sin + positions[t] * n.rotary_dim : nullptr;
+    const float* sin = half > 0 ? cos + half : nullptr;
     for (int64_t h = 0; h < n.heads; h++) {
       T* head = q + t * n.q_token + h * n.q_head;
+      if (q_norm != nullptr) normalize(head, q_norm, head, n.head_dim, norms.eps);
       rotate_head(head, head, cos, sin, half, n.head_dim);
     }
     if (slots[t] < 0) return;
@@ -119,7 +144,13 @@ void rope_and_cache(const RopeSizes& n, T* q, const T* k, const T* v, const int6
     for (int64_t h = 0; h < n.kv_heads; h++) {
       T* k_to = k_cache + block * n.k_block + offset * n.k_slot + h * n.k_cache_head;
       T* v_to = v_cache + block * n.v_block + offset * n.v_slot + h * n.v_cache_head;
-      rotate_head(k + t * n.k_token + h * n.k_head, k_to, cos, sin, half, n.head_dim);
+      const T* k_from = k + t * n.k_token + h * n.k_head;
+      if (k_norm != nullptr) {
+        T* normed = scratch<NormedKey, T>(size_t(n.head_dim));
+        normalize(k_from, k_norm, normed, n.head_dim, norms.eps);
+        k_from = normed;
+      }
+      rotate_head(k_from, k_to, cos, sin, half, n.head_dim);
       std::memcpy(v_to, v + t * n.v_token + h * n.v_head, size_t(n.head_dim) * sizeof(T));
     }
   });

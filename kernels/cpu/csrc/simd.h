@@ -230,4 +230,17 @@ inline vf exp(vf x) {
   return x < below ? vf{} : result;
 }
 
+// Within 4 ulp; NaN stays NaN. Near zero the odd polynomial of Cephes' tanhf, else by exp.
+inline vf tanh(vf x) {
+  vf size = max(x, -x), square = x * x;
+  vf p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  vf near = p * square * x + x;
+  vf far = 1.0f - 2.0f / (exp(size + size) + 1.0f);
+  return size < 0.625f ? near : x < 0.0f ? -far : x == x ? far : x;
+}
+
 }  // namespace pagewire

@@ -3,7 +3,8 @@
 // float32 and float16: [panels][in][PANEL]. bfloat16: [panels][in / 2 rounded up][PANEL][2], the
 // operand of vdpbf16ps; without that instruction the pairs widen to float32 by a shift and a mask.
 // A register tile of up to ROWS rows by PANEL columns keeps the multipliers fed; with few rows the
-// weights stream through once, at the speed of memory.
+// weights stream through once, at the speed of memory. Sums run over CHUNK features, and over the
+// sums of chunks: one long chain would round more than an ordinary product, whose sums are split.
 
 #include "weight.h"
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int ROWS = W == 16 ? 12 : 6;  // of a register tile
 constexpr int64_t AHEAD = 4096;         // bytes between a weight and what is fetched meanwhile
+constexpr int64_t CHUNK = 256;          // even
 
 #if defined(__AVX512BF16__)
 constexpr bool NATIVE_BFLOAT16 = true;
@@ -70,8 +72,8 @@ inline void add_pair(const bf16* x, int64_t row, const bf16* weights, vf (&acc)[
 }
 #endif
 
-// X is the element of prepared rows, V that of the weights.
-template <int M, class X, class V>
+// X is the element of prepared rows, V that of the weights. ADD: to the sums that are there.
+template <int M, bool ADD, class X, class V>
 void tile(const X* x, int64_t row, const V* weights, int64_t in, float* sums) {
   vf acc[M][2] = {};
   if constexpr (std::is_same_v<V, bf16>) {
@@ -87,26 +89,29 @@ void tile(const X* x, int64_t row, const V* weights, int64_t in, float* sums) {
   }
   PAGEWIRE_UNROLL
   for (int m = 0; m < M; m++) {
-    store(sums + m * PANEL, acc[m][0]);
-    store(sums + m * PANEL + W, acc[m][1]);
+    PAGEWIRE_UNROLL
+    for (int i = 0; i < 2; i++) {
+      float* to = sums + m * PANEL + i * W;
+      store(to, ADD ? load(to) + acc[m][i] : acc[m][i]);
+    }
   }
 }
 
-template <int M, class X, class V>
+template <int M, bool ADD, class X, class V>
 void tile_of(int64_t count, const X* x, int64_t row, const V* weights, int64_t in, float* sums) {
   if constexpr (M > 0) {
-    if (count == M) return tile<M>(x, row, weights, in, sums);
-    tile_of<M - 1>(count, x, row, weights, in, sums);
+    if (count == M) return tile<M, ADD>(x, row, weights, in, sums);
+    tile_of<M - 1, ADD>(count, x, row, weights, in, sums);
   }
 }
 
-template <class X, class V>
+template <bool ADD, class X, class V>
 void tiles(const X* x, int64_t row, const V* weights, int64_t in, int64_t rows, float* sums) {
   // Of even height: a low tile has too few sums in flight.
   int64_t left = (rows + ROWS - 1) / ROWS;
   for (int64_t r = 0; r < rows; left--) {
     int64_t count = (rows - r + left - 1) / left;
-    tile_of<ROWS>(count, x + r * row, row, weights, in, sums + r * PANEL);
+    tile_of<ROWS, ADD>(count, x + r * row, row, weights, in, sums + r * PANEL);
     r += count;
   }
 }
@@ -115,8 +120,13 @@ template <class X, class V>
 void multiply(const PackedWeight& w, int64_t panel, const void* x, int64_t row_bytes, int64_t rows,
               float* sums) {
   int64_t features = std::is_same_v<V, bf16> ? (w.in + 1) / 2 * 2 : w.in;
-  tiles(static_cast<const X*>(x), row_bytes / int64_t(sizeof(X)),
-        static_cast<const V*>(w.data) + panel * features * PANEL, w.in, rows, sums);
+  const X* from = static_cast<const X*>(x);
+  const V* weights = static_cast<const V*>(w.data) + panel * features * PANEL;
+  int64_t row = row_bytes / int64_t(sizeof(X));
+  tiles<false>(from, row, weights, std::min(CHUNK, w.in), rows, sums);
+  // A chunk of weights stays in the first-level cache for all rows.
+  for (int64_t i = CHUNK; i < w.in; i += CHUNK)
+    tiles<true>(from + i, row, weights + i * PANEL, std::min(CHUNK, w.in - i), rows, sums);
 }
 
 template <class V>
@@ -133,6 +143,17 @@ void pack(const V* from, int64_t in, int64_t out, V* to, int threads) {
       for (int64_t n = first; n < first + PANEL; n++)
         for (int64_t j = i; j < i + PAIR; j++) *at++ = n < out && j < in ? from[n * in + j] : V{};
   });
+}
+
+// What pack() was given as row n. A line of the cache for each feature or pair.
+template <class V>
+void unpack_row(const V* packed, int64_t in, int64_t n, V* to) {
+  constexpr int64_t PAIR = std::is_same_v<V, bf16> ? 2 : 1;
+  int64_t features = (in + PAIR - 1) / PAIR * PAIR;
+  const V* at = packed + n / PANEL * PANEL * features + n % PANEL * PAIR;
+  int64_t i = 0;
+  for (; i + PAIR <= in; i += PAIR, at += PAIR * PANEL) std::memcpy(to + i, at, PAIR * sizeof(V));
+  if (i < in) to[i] = *at;
 }
 
 }  // namespace
@@ -197,4 +218,20 @@ PAGEWIRE_API void pagewire_pack(int dtype, const void* weight, int64_t in, int64
     using T = decltype(element);
     pack(static_cast<const T*>(weight), in, out, static_cast<T*>(packed), threads);
   });
+}
+
+// out[t] = row ids[t] of the weight [rows, in] that was packed. Returns the first t whose id is out
+// of range, or -1.
+PAGEWIRE_API int64_t pagewire_packed_rows(int dtype, const void* packed, int64_t rows, int64_t in,
+                                          const int64_t* ids, int64_t tokens, void* out,
+                                          int threads) {
+  for (int64_t t = 0; t < tokens; t++)
+    if (ids[t] < 0 || ids[t] >= rows) return t;
+  with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    parallel_for(tokens, tokens * in < 16384 ? 1 : threads, [&](int64_t t) {
+      unpack_row(static_cast<const T*>(packed), in, ids[t], static_cast<T*>(out) + t * in);
+    });
+  });
+  return -1;
 }
