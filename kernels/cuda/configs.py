@@ -8,7 +8,7 @@ is found without a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_DOT = 16
 """tl.dot wants at least 16 along each axis."""
@@ -115,20 +115,82 @@ def decode_config(head_dim: int, element_size: int, group: int) -> AttentionConf
     """group: query heads per KV head. Groups over 64 heads take several tiles."""
     config = _lookup(DECODE_CONFIGS, head_dim, element_size)
     block_m = min(64, max(config.block_m, next_power_of_2(group)))
-    return AttentionConfig(block_m, config.block_kv, config.num_warps, config.num_stages)
+    return replace(config, block_m=block_m)
 
 
-def prefill_config(head_dim: int, element_size: int, rows: int) -> AttentionConfig:
-    """rows: max_query_len x query heads per KV head."""
+def prefill_config(
+    head_dim: int, element_size: int, rows: int, *, unpacks_fp8: bool = False
+) -> AttentionConfig:
+    """rows: max_query_len x query heads per KV head. unpacks_fp8: codes in the cache are
+    decoded by bits, for which a large tile has no registers left."""
     config = _lookup(PREFILL_CONFIGS, head_dim, element_size)
+    if unpacks_fp8:
+        config = replace(config, block_kv=max(MIN_DOT, config.block_kv // 2))
     if rows > SHORT_PREFILL_ROWS:
         return config
     num_warps = 4 if element_size == 2 else config.num_warps
-    return AttentionConfig(SHORT_PREFILL_ROWS, config.block_kv, num_warps, config.num_stages)
+    return replace(config, block_m=SHORT_PREFILL_ROWS, num_warps=num_warps)
 
 
 def linear_config(element_size: int) -> LinearConfig:
     return LINEAR_CONFIGS[element_size]
+
+
+# Rows that a tile holds at most -> config, the first that is not too small. Few rows are
+# bound by the weights' bytes: low tiles, many loads in flight.
+WEIGHT_ONLY_CONFIGS = {
+    2: (
+        LinearConfig(16, 64, 128, 4, 4),
+        LinearConfig(32, 64, 128, 4, 4),
+        LinearConfig(64, 128, 64, 4, 3),
+    ),
+    4: (LinearConfig(16, 32, 32, 4, 3), LinearConfig(32, 32, 32, 4, 3)),
+}
+"""By bytes per element of what is not quantized."""
+
+FP8_CONFIGS = (
+    LinearConfig(16, 64, 128, 4, 4),
+    LinearConfig(64, 64, 128, 4, 4),
+    LinearConfig(128, 128, 128, 8, 3),
+)
+
+EXPERTS_CONFIGS = {
+    2: (
+        LinearConfig(16, 64, 64, 4, 4),
+        LinearConfig(32, 64, 64, 4, 4),
+        LinearConfig(64, 64, 64, 4, 4),
+    ),
+    4: (LinearConfig(16, 32, 32, 4, 3), LinearConfig(32, 32, 32, 4, 3)),
+}
+"""By bytes per element; a program of the first product holds two tiles."""
+
+MIN_SPLIT_TILES = 4
+"""Tiles of K in a part: fewer are over before their loads overlap."""
+
+MAX_K_SPLITS = 16
+
+
+def _first_that_holds(configs: tuple[LinearConfig, ...], rows: int) -> LinearConfig:
+    return next((config for config in configs if rows <= config.block_m), configs[-1])
+
+
+def weight_only_config(element_size: int, rows: int) -> LinearConfig:
+    return _first_that_holds(WEIGHT_ONLY_CONFIGS[element_size], rows)
+
+
+def fp8_config(rows: int) -> LinearConfig:
+    return _first_that_holds(FP8_CONFIGS, rows)
+
+
+def experts_config(element_size: int, rows: int) -> LinearConfig:
+    """rows: of the average expert."""
+    return _first_that_holds(EXPERTS_CONFIGS[element_size], rows)
+
+
+def num_k_splits(programs: int, tiles: int, num_sms: int) -> int:
+    """How many programs share the K of one tile of a product, to give each multiprocessor
+    two; tiles: of K."""
+    return max(1, min((2 * num_sms) // max(programs, 1), tiles // MIN_SPLIT_TILES, MAX_K_SPLITS))
 
 
 def num_splits(programs: int, max_seq_len: int, num_sms: int) -> int:
@@ -140,6 +202,20 @@ def num_splits(programs: int, max_seq_len: int, num_sms: int) -> int:
     by_device = (2 * num_sms) // max(programs, 1)
     by_length = max_seq_len // MIN_SPLIT_TOKENS
     wanted = max(1, min(by_device, by_length, MAX_SPLITS))
+    return 1 << (wanted.bit_length() - 1)
+
+
+MIN_PART_LOGITS = 4096
+"""A part of a row of logits shorter than this costs more to launch than it gains."""
+
+MAX_PARTS = 64
+
+
+def sample_parts(num_rows: int, vocab_size: int, num_sms: int) -> int:
+    """How many programs share a row of logits, a power of two: enough to give each
+    multiprocessor two."""
+    by_device = (2 * num_sms) // max(num_rows, 1)
+    wanted = max(1, min(by_device, vocab_size // MIN_PART_LOGITS, MAX_PARTS))
     return 1 << (wanted.bit_length() - 1)
 
 

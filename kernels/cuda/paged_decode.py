@@ -15,12 +15,18 @@ from kernels.cuda.configs import (
     decode_config,
     num_splits,
 )
-from kernels.cuda.tiles import cache_rows, online_softmax_step
+from kernels.cuda.float8 import cache_format, raw_cache
+from kernels.cuda.tiles import (
+    PLAIN,
+    AttentionVariant,
+    cache_rows,
+    load_tile,
+    online_softmax_step,
+    soft_capped,
+)
 
 if TYPE_CHECKING:
     from kernels.ops import AttentionBatch
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -33,7 +39,11 @@ def paged_decode_kernel(
     out_ptr,  # [R, Hq, D]; not touched if NUM_SPLITS > 1
     partial_ptr,  # [R, Hq, NUM_SPLITS, D] float32; not touched if NUM_SPLITS == 1
     lse_ptr,  # [R, Hq, NUM_SPLITS] float32; not touched if NUM_SPLITS == 1
-    scale_log2,
+    k_scale_ptr,  # [Hk] float32; not touched unless FP8
+    v_scale_ptr,  # [Hk] float32; not touched unless FP8
+    score_scale,  # scale in units of log 2, or scale / cap with a soft cap
+    cap_log2,  # the soft cap in units of log 2; not used unless HAS_SOFT_CAP
+    window,  # not used unless HAS_WINDOW
     stride_q_token,
     stride_q_head,
     stride_k_block,
@@ -53,6 +63,9 @@ def paged_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """out = softmax(scale q K^T) V over the cache positions of this split.
 
@@ -60,7 +73,8 @@ def paged_decode_kernel(
     value is read once per group. With several splits the result is normalized per split and
     kept with its log-sum-exp for paged_decode_combine_kernel: the flash-decoding scheme,
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html, over the paged cache of
-    Kwon et al., https://arxiv.org/abs/2309.06180.
+    Kwon et al., https://arxiv.org/abs/2309.06180. With a window, only the tiles of keys that
+    reach into it are shared out. FP8 is a kernels.cuda.float8 cache format.
     """
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     seq = tl.program_id(0).to(tl.int64)
@@ -69,9 +83,11 @@ def paged_decode_kernel(
     split = tl.program_id(2)
 
     seq_len = tl.load(seq_lens_ptr + seq)
-    kv_tiles = tl.cdiv(seq_len, BLOCK_KV)
+    seen_from = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
+    first_tile = seen_from // BLOCK_KV
+    kv_tiles = tl.cdiv(seq_len, BLOCK_KV) - first_tile
     split_len = tl.cdiv(kv_tiles, NUM_SPLITS) * BLOCK_KV
-    start = split * split_len
+    start = first_tile * BLOCK_KV + split * split_len
     end = tl.minimum(seq_len, start + split_len)
 
     offs_m = tl.arange(0, BLOCK_M)
@@ -91,6 +107,8 @@ def paged_decode_kernel(
     table_ptr = block_table_ptr + seq * stride_table
     k_base = k_cache_ptr + kv_head * stride_k_head
     v_base = v_cache_ptr + kv_head * stride_v_head
+    if FP8 != 0:
+        score_scale *= tl.load(k_scale_ptr + kv_head)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -98,28 +116,29 @@ def paged_decode_kernel(
     for tile_start in range(start, end, BLOCK_KV):
         positions = tile_start + offs_kv
         valid = positions < end
+        if HAS_WINDOW:
+            valid &= positions >= seen_from
         k_rows = cache_rows(table_ptr, positions, valid, stride_k_block, stride_k_slot, BLOCK_SIZE)
-        # [BLOCK_KV, BLOCK_D]  keys of this tile, through the block table
-        k = tl.load(
-            k_base + k_rows[:, None] + offs_d[None, :],
-            mask=valid[:, None] & in_d[None, :],
-            other=0.0,
-        )
+        k = load_tile(k_base, k_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
         # [BLOCK_M, BLOCK_KV]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if HAS_SOFT_CAP:
+            scores = soft_capped(scores, score_scale, cap_log2, q.dtype)
+        else:
+            scores *= score_scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         v_rows = cache_rows(table_ptr, positions, valid, stride_v_block, stride_v_slot, BLOCK_SIZE)
-        # [BLOCK_KV, BLOCK_D]  values; slots past the end may hold anything, NaN too
-        v = tl.load(
-            v_base + v_rows[:, None] + offs_d[None, :],
-            mask=valid[:, None] & in_d[None, :],
-            other=0.0,
+        v = load_tile(v_base, v_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
+        # The first tile of a split has keys that are seen, and so has every other.
+        acc, row_max, row_sum = online_softmax_step(
+            scores, v, acc, row_max, row_sum, MAY_BE_EMPTY=False
         )
-        acc, row_max, row_sum = online_softmax_step(scores, v, acc, row_max, row_sum)
 
     # An empty split has sum 0: its accumulator is 0 and stays so.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
     acc = acc / denominator[:, None]
+    if FP8 != 0:
+        acc *= tl.load(v_scale_ptr + kv_head)
     out_mask = in_m[:, None] & in_d[None, :]
     if NUM_SPLITS == 1:
         tl.store(
@@ -188,6 +207,7 @@ def paged_decode(
     batch: AttentionBatch,
     scale: float,
     out: torch.Tensor,
+    variant: AttentionVariant = PLAIN,
     *,
     num_sms: int,
     config: AttentionConfig | None = None,
@@ -206,7 +226,10 @@ def paged_decode(
         config = decode_config(head_dim, q.element_size(), group)
     heads = min(group, config.block_m)
     kv_programs = num_kv_heads * triton.cdiv(group, heads)
-    splits = num_splits(num_decodes * kv_programs, batch.max_seq_len, num_sms)
+    longest = min(batch.max_seq_len, variant.window or batch.max_seq_len)
+    splits = num_splits(num_decodes * kv_programs, longest, num_sms)
+    score_scale, cap_log2 = variant.score_scales(scale)
+    fp8 = cache_format(k_cache)
     block_d = block_d_for(head_dim)
     if splits > 1:
         partial = torch.empty(
@@ -217,14 +240,18 @@ def paged_decode(
         partial = lse = out
     paged_decode_kernel[(num_decodes, kv_programs, splits)](
         q,
-        k_cache,
-        v_cache,
+        raw_cache(k_cache, fp8),
+        raw_cache(v_cache, fp8),
         batch.block_table,
         batch.seq_lens,
         out,
         partial,
         lse,
-        scale * LOG2_E,
+        q if variant.k_scale is None else variant.k_scale,
+        q if variant.v_scale is None else variant.v_scale,
+        score_scale,
+        cap_log2,
+        variant.window or 0,
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
@@ -244,6 +271,9 @@ def paged_decode(
         BLOCK_M=config.block_m,
         BLOCK_KV=config.block_kv,
         NUM_SPLITS=splits,
+        HAS_WINDOW=variant.window is not None,
+        HAS_SOFT_CAP=variant.soft_cap is not None,
+        FP8=fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=ENABLE_FP_FUSION,

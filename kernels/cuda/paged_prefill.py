@@ -13,8 +13,15 @@ from kernels.cuda.configs import (
     block_d_for,
     prefill_config,
 )
-from kernels.cuda.paged_decode import LOG2_E
-from kernels.cuda.tiles import cache_rows, online_softmax_step
+from kernels.cuda.float8 import FP8_BITS, cache_format, raw_cache
+from kernels.cuda.tiles import (
+    PLAIN,
+    AttentionVariant,
+    cache_rows,
+    load_tile,
+    online_softmax_step,
+    soft_capped,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +66,10 @@ def _attend_tiles(
     table_ptr,
     start,
     end,
-    scale_log2,
+    seen_from,  # the first position that any row sees
+    score_scale,
+    cap_log2,
+    window,
     stride_k_block,
     stride_k_slot,
     stride_v_block,
@@ -68,34 +78,37 @@ def _attend_tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Cache positions [start, end). Not MASKED: whole tiles that every row sees."""
-    offs_d = tl.arange(0, BLOCK_D)
     offs_kv = tl.arange(0, BLOCK_KV)
     for tile_start in range(start, end, BLOCK_KV):
         positions = tile_start + offs_kv
         valid = positions < end
+        if MASKED and HAS_WINDOW:
+            valid &= positions >= seen_from
         k_rows = cache_rows(table_ptr, positions, valid, stride_k_block, stride_k_slot, BLOCK_SIZE)
-        # [BLOCK_KV, BLOCK_D]  keys of this tile, through the block table
-        k = tl.load(
-            k_base + k_rows[:, None] + offs_d[None, :],
-            mask=valid[:, None] & in_d[None, :],
-            other=0.0,
-        )
+        k = load_tile(k_base, k_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
         # [BLOCK_M, BLOCK_KV]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if HAS_SOFT_CAP:
+            scores = soft_capped(scores, score_scale, cap_log2, q.dtype)
+        else:
+            scores *= score_scale
         if MASKED:
             seen = valid[None, :] & (positions[None, :] <= row_positions[:, None])
+            if HAS_WINDOW:
+                seen &= positions[None, :] > row_positions[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         v_rows = cache_rows(table_ptr, positions, valid, stride_v_block, stride_v_slot, BLOCK_SIZE)
-        # [BLOCK_KV, BLOCK_D]  values; slots past the end may hold anything, NaN too
-        v = tl.load(
-            v_base + v_rows[:, None] + offs_d[None, :],
-            mask=valid[:, None] & in_d[None, :],
-            other=0.0,
+        v = load_tile(v_base, v_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
+        # A row's window may start after the tile that the first row's starts in.
+        acc, row_max, row_sum = online_softmax_step(
+            scores, v, acc, row_max, row_sum, MAY_BE_EMPTY=HAS_WINDOW
         )
-        acc, row_max, row_sum = online_softmax_step(scores, v, acc, row_max, row_sum)
     return acc, row_max, row_sum
 
 
@@ -109,9 +122,13 @@ def paged_prefill_kernel(
     seq_lens_ptr,  # [R] int32
     query_start_loc_ptr,  # [R + 1] int32
     out_ptr,  # [T, Hq, D]
+    k_scale_ptr,  # [Hk] float32; not touched unless FP8
+    v_scale_ptr,  # [Hk] float32; not touched unless FP8
     first_seq,
     num_seqs,
-    scale_log2,
+    score_scale,  # scale in units of log 2, or scale / cap with a soft cap
+    cap_log2,  # the soft cap in units of log 2; not used unless HAS_SOFT_CAP
+    window,  # not used unless HAS_WINDOW
     stride_q_token,
     stride_q_head,
     stride_k_block,
@@ -131,8 +148,12 @@ def paged_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """out_t = softmax(scale q_t K^T) V over cache positions [0, position(t)].
+    """out_t = softmax(scale q_t K^T) V over cache positions [0, position(t)], or with a
+    window over (position(t) - window, position(t)]. FP8 is a kernels.cuda.float8 cache format.
 
     A tile holds BLOCK_M // HEADS tokens times the HEADS query heads of one KV head.
     FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691) over the paged cache of
@@ -183,32 +204,54 @@ def paged_prefill_kernel(
     table_ptr = block_table_ptr + seq * stride_table
     k_base = k_cache_ptr + kv_head * stride_k_head
     v_base = v_cache_ptr + kv_head * stride_v_head
+    if FP8 != 0:
+        score_scale *= tl.load(k_scale_ptr + kv_head)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-    # 0                     shared_end            kv_end
-    # | tiles all rows see  | the causal diagonal |
+    # kv_start              shared_start          shared_end            kv_end
+    # | where windows start | tiles all rows see  | the causal diagonal |
+    # Every edge but the last is at a whole tile, counted from position 0.
     first_position = context_len + token_start
-    shared_end = 0 if ONE_LOOP else (first_position + 1) // BLOCK_KV * BLOCK_KV
     kv_end = tl.minimum(first_position + BLOCK_Q, seq_len)
+    seen_from = 0
+    kv_start = 0
+    shared_start = 0
+    if HAS_WINDOW:
+        seen_from = tl.maximum(first_position - window + 1, 0)
+        kv_start = seen_from // BLOCK_KV * BLOCK_KV
+        shared_start = tl.cdiv(tl.maximum(kv_end - window, 0), BLOCK_KV) * BLOCK_KV
+    shared_end = kv_start if ONE_LOOP else (first_position + 1) // BLOCK_KV * BLOCK_KV
     row_positions = context_len + token
     if not ONE_LOOP:
+        if HAS_WINDOW:
+            shared_start = tl.minimum(shared_start, shared_end)
+            acc, row_max, row_sum = _attend_tiles(
+                q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
+                kv_start, shared_start, seen_from, score_scale, cap_log2, window,
+                stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
+                in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, FP8, MASKED=True,
+            )  # fmt: skip
         acc, row_max, row_sum = _attend_tiles(
             q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
-            0, shared_end, scale_log2,
+            shared_start, shared_end, seen_from, score_scale, cap_log2, window,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-            in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, MASKED=False,
+            in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, FP8, MASKED=False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
-        shared_end, kv_end, scale_log2,
+        shared_end, kv_end, seen_from, score_scale, cap_log2, window,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-        in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, MASKED=True,
+        in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, FP8, MASKED=True,
     )  # fmt: skip
 
-    # Every row, padding too, sees position 0, so no row_sum is 0.
+    # Without a window every row, padding too, sees position 0, so no row_sum is 0.
+    if HAS_WINDOW:
+        row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     acc = acc / row_sum[:, None]
+    if FP8 != 0:
+        acc *= tl.load(v_scale_ptr + kv_head)
     tl.store(
         out_ptr
         + token_row[:, None] * stride_out_token
@@ -226,6 +269,7 @@ def paged_prefill(
     batch: AttentionBatch,
     scale: float,
     out: torch.Tensor,
+    variant: AttentionVariant = PLAIN,
     *,
     config: AttentionConfig | None = None,
     one_loop: bool = False,
@@ -246,22 +290,29 @@ def paged_prefill(
     num_q_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_q_heads // num_kv_heads
+    fp8 = cache_format(k_cache)
     if config is None:
-        config = prefill_config(head_dim, q.element_size(), batch.max_query_len * group)
+        rows = batch.max_query_len * group
+        config = prefill_config(head_dim, q.element_size(), rows, unpacks_fp8=fp8 == FP8_BITS)
     heads = min(group, config.block_m)
     block_q = config.block_m // heads
+    score_scale, cap_log2 = variant.score_scales(scale)
     grid = (num_tokens // block_q + num_seqs, num_kv_heads * triton.cdiv(group, heads))
     paged_prefill_kernel[grid](
         q,
-        k_cache,
-        v_cache,
+        raw_cache(k_cache, fp8),
+        raw_cache(v_cache, fp8),
         batch.block_table,
         batch.seq_lens,
         batch.query_start_loc,
         out,
+        q if variant.k_scale is None else variant.k_scale,
+        q if variant.v_scale is None else variant.v_scale,
         first_seq,
         num_seqs,
-        scale * LOG2_E,
+        score_scale,
+        cap_log2,
+        variant.window or 0,
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
@@ -281,6 +332,9 @@ def paged_prefill(
         BLOCK_M=config.block_m,
         BLOCK_KV=config.block_kv,
         ONE_LOOP=one_loop,
+        HAS_WINDOW=variant.window is not None,
+        HAS_SOFT_CAP=variant.soft_cap is not None,
+        FP8=fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=ENABLE_FP_FUSION,

@@ -18,13 +18,10 @@ from kernels.inputs import (
     NAN,
     Case,
     Maker,
-    Row,
     attention_args,
     norm_args,
-    sampling_batch,
 )
 from kernels.reference.ops import ReferenceOps
-from kernels.reference.philox import uniform
 from kernels.shapes import ShapeError
 from kernels.tolerances import assert_within_budget
 from tests.support.invariance import (
@@ -41,7 +38,6 @@ from kernels.cuda.configs import AttentionConfig
 from kernels.cuda.ops import CudaOps
 from kernels.cuda.paged_decode import paged_decode
 from kernels.cuda.paged_prefill import paged_prefill
-from kernels.cuda.sample import philox_uniform
 
 pytestmark = pytest.mark.interpreter
 
@@ -235,47 +231,6 @@ def test_no_tokens() -> None:
     assert ops.rms_norm(empty, args["weight"], 1e-5).shape == (0, 64)
     assert ops.add_rms_norm(empty, empty.clone(), args["weight"], 1e-5).shape == (0, 64)
     assert ops.silu_mul(empty).shape == (0, 32)
-    none = torch.empty(0, dtype=torch.int64)
-    assert philox_uniform(none, none, none.int()).shape == (0,)
-
-
-def test_philox_matches_the_reference_bit_for_bit() -> None:
-    seeds = [0, 1, 42, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), -1]
-    seed = torch.tensor(seeds).repeat_interleave(9)
-    position = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 7, 8, 9, 10]).repeat(8)
-    sample_index = torch.arange(72, dtype=torch.int32) % 5
-    u = philox_uniform(seed, position, sample_index)
-    assert torch.equal(u, uniform(seed, position, sample_index))
-    assert u.ge(0).all()
-    assert u.lt(1).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sample_matches_the_reference(dtype: torch.dtype) -> None:
-    rows = [
-        Row(temperature=0.0),
-        Row(seed=1),
-        Row(temperature=0.7, top_k=5, seed=2, position=3),
-        Row(temperature=1.3, top_p=0.8, seed=3, position=4, sample_index=1),
-        Row(temperature=0.9, min_p=0.05, seed=2**64 - 1, position=5),
-        Row(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=6, position=2**33),
-    ] * 8
-    rows = [replace(row, position=row.position + i) for i, row in enumerate(rows)]
-    logits = Maker(dtype).normal(len(rows), 300) * 3
-    logits[1, 7] = NAN
-    logits[2, 9] = float("inf")
-    logits[3, :200] = float("-inf")
-    for chosen in (rows, [replace(r, top_k=0, top_p=1.0, min_p=0.0) for r in rows]):
-        batch = sampling_batch(chosen)
-        ids = CudaOps(num_sms=1).sample(logits, batch)
-        assert ids.dtype == torch.int64
-        assert torch.equal(ids, ReferenceOps().sample(logits, batch))
-
-
-def test_greedy_takes_the_lowest_id_of_equals() -> None:
-    logits = torch.tensor([[0.0, 5.0, 5.0, NAN], [NAN, NAN, -1.0, -1.0]])
-    batch = sampling_batch([Row(temperature=0.0)] * 2)
-    assert CudaOps(num_sms=1).sample(logits, batch).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("head_dim", [257, 512])

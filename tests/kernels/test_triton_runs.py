@@ -12,6 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SUITES = (
+    "tests/kernels/test_triton_parity.py",
+    "tests/kernels/test_triton_features.py",
+    "tests/kernels/test_triton_sampling.py",
+    "tests/kernels/test_triton_products.py",
+    "tests/kernels/test_triton_penalties.py",
+    "tests/parity/test_interpreted_engine.py",
+)
 WORKER_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -27,8 +35,9 @@ def _release(distribution: str) -> tuple[int, int]:
     _release("triton") < (3, 7) and _release("numpy") >= (2, 4),
     reason="the interpreter of triton 3.6 takes int() of arrays, which numpy 2.4 refuses",
 )
-def test_kernels_match_the_reference_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/kernels/test_triton_parity.py", "-q"]
+@pytest.mark.parametrize("suite", SUITES)
+def test_kernels_match_the_reference_under_the_interpreter(suite: str) -> None:
+    command = [sys.executable, "-m", "pytest", suite, "-q"]
     command += ["-p", "no:cacheprovider"]
     if _release("triton") < (3, 7):
         command += ["-W", "ignore:Conversion of an array:DeprecationWarning"]
