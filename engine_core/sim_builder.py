@@ -11,9 +11,8 @@ import torch
 from engine_core.device.memory import block_num_bytes, plan_kv_cache, resolve_max_model_len
 from engine_core.device.roofline import GPUS, ModelCost
 from engine_core.device.sim import SimDevice
-from engine_core.engine_builder import BuiltEngine
+from engine_core.engine_builder import BuiltEngine, overlaps
 from engine_core.grammar.vocabulary import read_vocabulary
-from engine_core.model.config import check_window
 from engine_core.model.loader import read_config
 from engine_core.model.registry import find_architecture
 from engine_core.runner.sim_runner import SimRunner, find_unsimulated, printable_ids
@@ -37,7 +36,7 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
     source = resolve_model(config.model, config.served_model_name)
     model = read_config(source)
     max_model_len = resolve_max_model_len(config.max_model_len, model)
-    check_window(model, max_model_len, str(source.path))
+    _refuse_unsimulated_layers(model, max_model_len, config.device)
     device = SimDevice(config.device, gpu, config.kv_cache_memory, config.gpu_memory_utilization)
     dtype = device.resolve_dtype(config.dtype, model.dtype)
     shapes = find_architecture(model.architecture, str(source.path)).tensor_shapes(model)
@@ -45,7 +44,9 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     device.hold(cost.weight_bytes)
     activations = _activation_bytes(model, max_num_batched_tokens, config.max_num_seqs, dtype)
-    budget = device.fixed_kv_budget() or device.profiled_kv_budget(lambda: device.hold(activations))
+    budget = device.fixed_kv_budget() or device.profiled_kv_budget(
+        lambda: device.hold(activations), lambda: 0
+    )
     kv_plan = plan_kv_cache(
         budget,
         block_num_bytes(model, config.block_size, dtype),
@@ -97,6 +98,7 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
             if config.max_mixed_prefill_tokens is None
             else config.max_mixed_prefill_tokens
         ),
+        async_scheduling=overlaps(config, device),
         default_sampling=model.default_sampling,
         find_unsupported=find_unsimulated,
     )
@@ -112,6 +114,22 @@ def _refuse_unsimulated(config: EngineConfig) -> None:
     for flag, is_set in wrong.items():
         if is_set:
             raise ConfigError(f"{flag} is not simulated by --device {config.device}")
+
+
+def _refuse_unsimulated_layers(model: ModelConfig, max_model_len: int, device: str) -> None:
+    """The roofline counts all weights and all keys as read."""
+    windows = [layer.window for layer in model.layers if layer.window is not None]
+    if model.quantization is not None:
+        raise ConfigError(
+            f"--device {device} does not simulate {model.quantization.method} checkpoints"
+        )
+    if model.has_experts:
+        raise ConfigError(f"--device {device} does not simulate mixtures of experts")
+    if windows and min(windows) < max_model_len:
+        raise ConfigError(
+            f"--device {device} does not simulate a sliding window of {min(windows)} at a context "
+            f"of {max_model_len}: set --max-model-len to at most the window"
+        )
 
 
 def _activation_bytes(

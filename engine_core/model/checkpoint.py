@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_core.model.quantized.codes import IntegerCodes
+    from kernels.fp8 import Fp8Tensor
     from kernels.quantized import QuantizedTensor
 
 
@@ -38,9 +40,11 @@ class Checkpoint(Protocol):
         """The name of the type that the tensor is stored in, as its file format calls it."""
         ...
 
-    def read_quantized(self, name: str) -> QuantizedTensor:
-        """The tensor's own codes, where its format is one of kernels.quantized.FORMATS; may
-        be the file's memory, which nobody writes."""
+    def read_quantized(
+        self, name: str, device: torch.device
+    ) -> QuantizedTensor | IntegerCodes | Fp8Tensor:
+        """The tensor's own codes, where it has any (a GGUF's are those whose format is one of
+        kernels.quantized.FORMATS); may be the file's memory, which nobody writes."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that Llama and its relatives share.
+"""The decoder that all architectures are variants of.
 
 Llama: arXiv:2302.13971, arXiv:2307.09288. Grouped-query attention:
 arXiv:2305.13245. SwiGLU: arXiv:2002.05202. RMSNorm: arXiv:1910.07467.
@@ -6,25 +6,45 @@ arXiv:2305.13245. SwiGLU: arXiv:2002.05202. RMSNorm: arXiv:1910.07467.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
+from engine_core.model.config import LayerConfig
+from engine_core.model.layers import layer_shapes, read_layer
+from engine_core.model.layout import GgufDialect, Layout
 from engine_core.model.rope import cos_sin_table
-from kernels.ops import AttentionBlock, BlockBatch, MlpBlock
+from engine_core.model.rope_fields import read_rope
+from kernels.ops import BlockBatch
 
 if TYPE_CHECKING:
-    import torch
-
-    from engine_core.model.config import ModelConfig
+    from engine_core.model.config import ModelConfig, RopeConfig
+    from engine_core.model.embedding import Embedding
+    from engine_core.model.fields import Fields
     from engine_core.model.inputs import KVCaches, ModelInput
     from engine_core.model.weights import Weights
-    from kernels.ops import Ops
+    from kernels.ops import LinearWeight, Ops
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class DecoderModel:
-    """Holds the weights; the KV cache and the batch come with each call."""
+    """Holds the weights; the KV cache and the batch come with each call.
+
+    A subclass is an architecture: its class variables and the two read_ methods say what
+    differs from Llama.
+    """
 
     hf_defaults: ClassVar[dict[str, object]] = {}
     """What config.json means by an absent key."""
+    hf_text_key: ClassVar[str | None] = None
+    """Where config.json has this model, in a checkpoint of more than text."""
+    hf_prefix: ClassVar[str] = ""
+    """Of this model's tensors, likewise."""
+    layout: ClassVar[Layout] = Layout()
+    gguf: ClassVar[GgufDialect | None] = None
+    rounds_embedding_scale: ClassVar[bool] = False
+    """Whether the model was trained with embedding_scale in the dtype of the weights."""
 
     def __init__(
         self,
@@ -36,50 +56,54 @@ class DecoderModel:
     ) -> None:
         self.config = config
         self._ops = ops
-        cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(device)
-        self._embedding = weights.embedding("model.embed_tokens.weight")
+        tables: dict[RopeConfig | None, torch.Tensor | None] = {None: None}
+        for rope in dict.fromkeys(layer.rope for layer in config.layers):
+            if rope is not None:
+                tables[rope] = cos_sin_table(rope, config.head_dim, max_model_len).to(device)
+        self._embedding: Embedding
+        self._head: LinearWeight
+        if config.tie_embeddings:
+            tied = weights.tied_embedding(_EMBEDDING)
+            self._embedding, self._head = tied, tied.table
+        else:
+            self._embedding = weights.embedding(_EMBEDDING)
+            self._head = weights.linear("lm_head")
         self._blocks = ops.prepare_blocks(
             [
                 block
-                for layer in range(config.num_layers)
-                for block in _read_layer(weights, config, layer, cos_sin)
+                for index, layer in enumerate(config.layers)
+                for block in read_layer(self.layout, weights, config, index, tables[layer.rope])
             ]
         )
-        self._norm = weights.tensor("model.norm.weight")
-        self._head = (
-            weights.tied_head(self._embedding)
-            if config.tie_embeddings
-            else weights.linear("lm_head")
-        )
+        self._norm = weights.norm("model.norm.weight", config.norm_offset)
+        self._embedding_scale = config.embedding_scale
+        if self.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.quantized_formats = frozenset(weights.quantized_formats)
         """Of the matrices kept quantized, as kernels.quantized.FORMATS names them."""
 
-    @staticmethod
-    def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    @classmethod
+    def read_layers(cls, fields: Fields, head_dim: int) -> tuple[LayerConfig, ...]:
+        """From the keys of config.json, or of a GGUF under the same names. Raises
+        ModelLoadError naming the file and the key at fault."""
+        return (LayerConfig(read_rope(fields, head_dim)),) * fields.integer("num_hidden_layers")
+
+    @classmethod
+    def read_differences(cls, fields: Fields, head_dim: int) -> dict[str, Any]:
+        """Fields of ModelConfig that are not what Llama has. Raises like read_layers."""
+        return {}
+
+    @classmethod
+    def tensor_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor the constructor reads, in Hugging Face names."""
-        hidden, inter = config.hidden_size, config.intermediate_size
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention = {"q": (q_rows, hidden), "k": (kv_rows, hidden), "v": (kv_rows, hidden)}
-        attention["o"] = (hidden, q_rows)
-        mlp = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
         shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (config.vocab_size, hidden),
-            "model.norm.weight": (hidden,),
+            _EMBEDDING: (config.vocab_size, config.hidden_size),
+            "model.norm.weight": (config.hidden_size,),
         }
-        for i in range(config.num_layers):
-            prefix = f"model.layers.{i}"
-            shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-            shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-            for part, matrices, bias in (
-                ("self_attn", attention, config.attention_bias),
-                ("mlp", mlp, config.mlp_bias),
-            ):
-                for name, shape in matrices.items():
-                    shapes[f"{prefix}.{part}.{name}_proj.weight"] = shape
-                    if bias:
-                        shapes[f"{prefix}.{part}.{name}_proj.bias"] = shape[:1]
+        for index in range(config.num_layers):
+            shapes |= layer_shapes(cls.layout, config, index)
         if not config.tie_embeddings:
-            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+            shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
         return shapes
 
     def forward(self, inputs: ModelInput, kv_caches: KVCaches) -> torch.Tensor | None:
@@ -96,6 +120,8 @@ class DecoderModel:
     def hidden_states(self, inputs: ModelInput, kv_caches: KVCaches) -> torch.Tensor:
         """[T, H] after the last layer, before the last norm; writes the batch's KV to kv_caches."""
         residual = self._embedding.rows(inputs.input_ids)
+        if self._embedding_scale != 1:
+            residual *= self._embedding_scale
         batch = BlockBatch(inputs.positions, inputs.slot_mapping, inputs.attention)
         self._ops.run_blocks(self._blocks, residual, batch, kv_caches)
         return residual
@@ -103,32 +129,9 @@ class DecoderModel:
     def logits(self, hidden: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         """[S, V] of tokens [S] int64; None means all tokens."""
         x = hidden if tokens is None else hidden[tokens]
-        return self._ops.linear(
-            self._ops.rms_norm(x, self._norm, self.config.rms_norm_eps), self._head
-        )
-
-
-def _read_layer(
-    weights: Weights, config: ModelConfig, index: int, cos_sin: torch.Tensor
-) -> tuple[AttentionBlock, MlpBlock]:
-    prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    return (
-        AttentionBlock(
-            norm=weights.tensor(f"{prefix}.input_layernorm.weight"),
-            eps=config.rms_norm_eps,
-            qkv=weights.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            out=weights.linear(f"{attention}.o_proj"),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            cos_sin=cos_sin,
-            scale=config.head_dim**-0.5,
-        ),
-        MlpBlock(
-            norm=weights.tensor(f"{prefix}.post_attention_layernorm.weight"),
-            eps=config.rms_norm_eps,
-            gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=weights.linear(f"{mlp}.down_proj"),
-        ),
-    )
+        normed = self._ops.rms_norm(x, self._norm, self.config.rms_norm_eps)
+        logits = self._ops.linear(normed, self._head)
+        if self.config.logit_scale != 1:
+            logits *= self.config.logit_scale
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FloatEmbedding:
-    name: str
-    """Of the tensor in the checkpoint."""
     ops: Ops
     table: torch.Tensor  # [V, H]
 
@@ -22,25 +20,18 @@ class FloatEmbedding:
         """input_ids [T] int64 -> [T, H]."""
         return self.ops.embedding(input_ids, self.table)
 
-    def head(self) -> LinearWeight:
-        return self.ops.prepare_linear(self.table)
-
 
 @dataclass(frozen=True, slots=True)
-class QuantizedEmbedding:
-    """Rows are made floats as they are looked up; the head is the same memory."""
+class PackedEmbedding:
+    """Rows of the weight of a product, so that the head can be the same memory."""
 
-    name: str
     ops: Ops
     table: LinearWeight  # [V, H]
     dtype: torch.dtype
 
     def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] int64 -> [T, H]."""
-        return self.ops.quantized_embedding(input_ids, self.table, self.dtype)
-
-    def head(self) -> LinearWeight:
-        return self.table
+        return self.ops.packed_embedding(input_ids, self.table, self.dtype)
 
 
-Embedding = FloatEmbedding | QuantizedEmbedding
+Embedding = FloatEmbedding | PackedEmbedding

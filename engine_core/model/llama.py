@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.model.decoder import DecoderModel
+from engine_core.model.layout import GgufDialect
+
+if TYPE_CHECKING:
+    from engine_core.model.fields import Fields
 
 
 class LlamaForCausalLM(DecoderModel):
@@ -19,3 +23,14 @@ class LlamaForCausalLM(DecoderModel):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    gguf = GgufDialect("llama", interleaved=True)
+
+    @classmethod
+    def read_differences(cls, fields: Fields, head_dim: int) -> dict[str, Any]:
+        return attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias")}
+
+
+def attention_biases(fields: Fields) -> dict[str, Any]:
+    """attention_bias is of all four products."""
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "output_bias": bias}

@@ -10,6 +10,7 @@ from engine_core.model.checkpoint import Checkpoint, check_shapes
 from engine_core.model.gguf_checkpoint import GgufCheckpoint
 from engine_core.model.gguf_config import read_gguf_config
 from engine_core.model.hf_config import read_hf_config
+from engine_core.model.quantized.checkpoint import QuantizedCheckpoint
 from engine_core.model.registry import find_architecture
 from engine_core.model.safetensors_checkpoint import SafetensorsCheckpoint
 from engine_core.model.weights import Weights
@@ -47,11 +48,17 @@ def open_model(source: ModelSource) -> OpenedModel:
     if source.kind == "gguf":
         file = GgufFile(source.path)
         config = read_gguf_config(file)
-        checkpoint = GgufCheckpoint(file, config.head_dim)
+        architecture = find_architecture(config.architecture, str(source.path))
+        assert architecture.gguf is not None
+        checkpoint = GgufCheckpoint(file, config.head_dim, architecture.gguf)
     else:
         config = read_hf_config(source.path)
-        checkpoint = SafetensorsCheckpoint(source.path)
-    architecture = find_architecture(config.architecture, str(source.path))
+        architecture = find_architecture(config.architecture, str(source.path))
+        scheme = config.quantization
+        tensors = SafetensorsCheckpoint(
+            source.path, architecture.hf_prefix, has_codes=scheme is not None
+        )
+        checkpoint = tensors if scheme is None else QuantizedCheckpoint(tensors, scheme)
     expected = architecture.tensor_shapes(config)
     check_shapes(checkpoint, expected)
     _warn_of_unused(checkpoint, config, set(expected))
@@ -79,6 +86,8 @@ def load_model(
     weights = Weights(opened.checkpoint, ops, device, dtype, progress, quantization)
     architecture = find_architecture(opened.config.architecture, str(opened.source.path))
     model = architecture(opened.config, weights, ops, device, max_model_len)
+    if quantization == "none":
+        _warn_of_floats(opened, dtype)
     for reason, names in weights.why_floats.items():
         logger.warning(
             "%s: %d matrices are computed as floats (%s), the first: %s",
@@ -88,6 +97,19 @@ def load_model(
             names[0],
         )
     return model
+
+
+def _warn_of_floats(opened: OpenedModel, dtype: torch.dtype) -> None:
+    if isinstance(opened.checkpoint, QuantizedCheckpoint):
+        stored, floats = opened.checkpoint.sizes(dtype.itemsize)
+        logger.warning(
+            "%s: the matrices are dequantized to %s: %.1f MiB of %s codes take %.1f MiB",
+            opened.source.path,
+            str(dtype).removeprefix("torch."),
+            stored / 2**20,
+            opened.checkpoint.scheme.method,
+            floats / 2**20,
+        )
 
 
 def _warn_of_unused(checkpoint: Checkpoint, config: ModelConfig, expected: set[str]) -> None:

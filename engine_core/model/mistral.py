@@ -1,10 +1,16 @@
-"""Mistral 7B (arXiv:2310.06825) where its sliding window does not bind."""
+"""Mistral 7B (arXiv:2310.06825): Llama with a sliding window in every layer."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from engine_core.model.config import LayerConfig
 from engine_core.model.decoder import DecoderModel
+from engine_core.model.layout import GgufDialect
+from engine_core.model.rope_fields import read_rope
+
+if TYPE_CHECKING:
+    from engine_core.model.fields import Fields
 
 
 class MistralForCausalLM(DecoderModel):
@@ -21,3 +27,10 @@ class MistralForCausalLM(DecoderModel):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    # llama.cpp's converter has one name for Llama and Mistral.
+    gguf: ClassVar[GgufDialect | None] = GgufDialect("llama", "windowed", interleaved=True)
+
+    @classmethod
+    def read_layers(cls, fields: Fields, head_dim: int) -> tuple[LayerConfig, ...]:
+        layer = LayerConfig(read_rope(fields, head_dim), fields.optional_integer("sliding_window"))
+        return (layer,) * fields.integer("num_hidden_layers")

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_CODE_BYTES = {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 
 class SafetensorsCheckpoint:
-    """Memory-mapped. Raises ModelLoadError naming the file, and the tensor where it is one."""
+    """Memory-mapped. Raises ModelLoadError naming the file, and the tensor where it is one.
 
-    def __init__(self, directory: Path) -> None:
+    prefix is taken off the names that begin with it. has_codes allows tensors that are not
+    weights by themselves.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "", *, has_codes: bool = False) -> None:
+        self._prefix = prefix
+        self._item_bytes = _FLOAT_BYTES | (_CODE_BYTES if has_codes else {})
+        self._stored: dict[str, str] = {}
         self._fallback = directory / _WHOLE
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
@@ -53,7 +61,7 @@ class SafetensorsCheckpoint:
             self._add(path)
         for name, shard in weight_map.items():
             path = index.parent / str(shard)
-            if self._files.get(name) != path:
+            if self._files.get(name.removeprefix(self._prefix)) != path:
                 raise ModelLoadError(
                     f"{path}: tensor {name} is missing, but {index.name} has it here"
                 )
@@ -65,17 +73,18 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: not a whole safetensors file: {error}") from error
         self._open[path] = file
-        for name in names:
-            part = file.get_slice(name)
+        for stored in names:
+            name = stored.removeprefix(self._prefix)
+            self._stored[name] = stored
+            part = file.get_slice(stored)
             dtype = part.get_dtype()
-            if dtype not in _ITEM_BYTES:
-                raise ModelLoadError(
-                    f"{path}: tensor {name} has dtype {dtype}; known: {', '.join(_ITEM_BYTES)}"
-                )
+            if dtype not in self._item_bytes:
+                known = ", ".join(self._item_bytes)
+                raise ModelLoadError(f"{path}: tensor {name} has dtype {dtype}; known: {known}")
             if name in self._files:
                 raise ModelLoadError(f"{path}: tensor {name} is in {self._files[name].name} too")
             shape = tuple(part.get_shape())
-            size = _ITEM_BYTES[dtype]
+            size = self._item_bytes[dtype]
             for dim in shape:
                 size *= dim
             self._shapes[name], self._files[name], self._num_bytes[name] = shape, path, size
@@ -90,11 +99,20 @@ class SafetensorsCheckpoint:
     def num_bytes(self, name: str) -> int:
         return self._num_bytes[name]
 
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        tensor: torch.Tensor = self._open[self._files[name]].get_tensor(self._stored[name])
+        return tensor.to(device)
+
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._open[self._files[name]].get_tensor(name))
+        if self._dtypes[name] not in _FLOAT_BYTES:
+            raise ModelLoadError(
+                f"{self.file_of(name)}: tensor {name} has dtype {self._dtypes[name]}, but no "
+                "codes are expected there"
+            )
+        out.copy_(self._open[self._files[name]].get_tensor(self._stored[name]))
 
     def quantized_format(self, name: str) -> str:
         return self._dtypes[name]
 
-    def read_quantized(self, name: str) -> QuantizedTensor:
+    def read_quantized(self, name: str, device: torch.device) -> QuantizedTensor:
         raise ModelLoadError(f"{self.file_of(name)}: tensor {name} is not stored quantized")

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_core.model.embedding import FloatEmbedding, QuantizedEmbedding
+from engine_core.model.embedding import FloatEmbedding, PackedEmbedding
+from engine_core.model.packed_forms import (
+    PackedTensor,
+    check_one_product,
+    pack,
+    prepare_packed_linear,
+)
+from engine_core.model.quantized.checkpoint import QuantizedCheckpoint
+from engine_core.model.quantized.codes import NoPackedForm
+from kernels.fp8 import quantize_fp8
+from kernels.int4 import quantize_int4
 from kernels.quantized import FORMATS, QuantizedTensor, quantize_q8_0
 
 if TYPE_CHECKING:
@@ -16,11 +26,16 @@ if TYPE_CHECKING:
     from engine_core.model.checkpoint import Checkpoint
     from engine_core.model.embedding import Embedding
     from engine_core.model.quantization import Quantization
-    from kernels.ops import LinearWeight, Ops
+    from kernels.ops import ExpertWeights, LinearWeight, Ops
 
 logger = logging.getLogger(__name__)
 
-_INT8_BLOCK = FORMATS["Q8_0"].block
+_BLOCK = 32
+"""Features that share a scale in int8, and of which int4's groups are made."""
+_INT4_GROUPS = (128, _BLOCK)
+"""The first that divides the input features."""
+_ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
+"""Stay floats where int4 or fp8 is made at load: they are the most sensitive."""
 
 
 class Weights:
@@ -43,7 +58,7 @@ class Weights:
         self._shapes = checkpoint.shapes()
         self._ops = ops
         self._device = device
-        self._dtype = dtype
+        self.dtype = dtype
         self._progress = progress
         self._quantization = quantization
         self._done = 0
@@ -56,27 +71,54 @@ class Weights:
     def tensor(self, name: str) -> torch.Tensor:
         return self._stacked([name])
 
-    def linear(self, *prefixes: str) -> LinearWeight:
-        """One product over the rows of all prefixes' weights, with biases where they have them."""
+    def norm(self, name: str, offset: float) -> torch.Tensor:
+        """The weight of a norm with offset added, in float32 before it is rounded."""
+        if offset == 0:
+            return self.tensor(name)
+        folded = torch.empty(self._shapes[name], dtype=torch.float32, device=self._device)
+        self._checkpoint.read_into(name, folded)
+        self._count(name)
+        return folded.add_(offset).to(self.dtype)
+
+    def linear(self, *prefixes: str, bias: bool = False) -> LinearWeight:
+        """One product over the rows of all prefixes' weights, and biases where asked for."""
         names = [f"{prefix}.weight" for prefix in prefixes]
-        biases = [f"{prefix}.bias" for prefix in prefixes]
-        parts = self._quantized(names)
+        parts = self._packed(names)
         weight = self._stacked(names) if parts is None else None
-        bias = self._stacked(biases) if biases[0] in self._shapes else None
+        added = self._stacked([f"{prefix}.bias" for prefix in prefixes]) if bias else None
         if weight is None:
             assert parts is not None
-            return self._ops.prepare_quantized_linear(parts, bias, self._dtype)
-        return self._ops.prepare_linear(weight, bias)
+            return prepare_packed_linear(self._ops, parts, added, self.dtype)
+        return self._ops.prepare_linear(weight, added)
+
+    def float_linear(self, prefix: str) -> LinearWeight:
+        """A product so small and so sensitive that it is never quantized (a router)."""
+        return self._ops.prepare_linear(self.tensor(f"{prefix}.weight"))
+
+    def experts(
+        self, gates: Sequence[str], ups: Sequence[str], downs: Sequence[str]
+    ) -> ExpertWeights:
+        """The matrices of all experts of a layer, gates and ups [I, H], downs [H, I]."""
+        if self._quantization != "none":
+            names = [*gates, *ups, *downs]
+            self.why_floats.setdefault("of a mixture of experts", []).extend(names)
+        inner, hidden = self._shapes[gates[0]]
+        device = self._device
+        gate_up = torch.empty((len(gates), 2 * inner, hidden), dtype=self.dtype, device=device)
+        down = torch.empty((len(downs), hidden, inner), dtype=self.dtype, device=device)
+        for number, (gate, up) in enumerate(zip(gates, ups, strict=True)):
+            self._read(gate, gate_up[number, :inner])
+            self._read(up, gate_up[number, inner:])
+            self._read(downs[number], down[number])
+        return self._ops.prepare_experts(gate_up, down)
 
     def embedding(self, name: str) -> Embedding:
-        parts = self._quantized([name])
-        if parts is None:
-            return FloatEmbedding(name, self._ops, self.tensor(name))
-        table = self._ops.prepare_quantized_linear(parts, None, self._dtype)
-        return QuantizedEmbedding(name, self._ops, table, self._dtype)
+        """The token table of a model with a head of its own."""
+        packed = self._packed_embedding(name)
+        return FloatEmbedding(self._ops, self.tensor(name)) if packed is None else packed
 
-    def tied_head(self, embedding: Embedding) -> LinearWeight:
-        """The output head of a model whose embedding is its head.
+    def tied_embedding(self, name: str) -> PackedEmbedding:
+        """The token table of a model whose output head it is too.
 
         Fine-tuned files may hold a head all the same; it does not count, as in
         transformers, but a different one deserves a word.
@@ -84,61 +126,102 @@ class Weights:
         if "lm_head.weight" in self._shapes:
             stored = self.tensor("lm_head.weight")
             used = torch.empty_like(stored)
-            self._checkpoint.read_into(embedding.name, used)
+            self._checkpoint.read_into(name, used)
             if not torch.equal(stored, used):
                 logger.warning(
                     "%s: lm_head.weight differs from the embedding, but tie_word_embeddings is "
                     "true: the embedding is used",
                     self._checkpoint.file_of("lm_head.weight"),
                 )
-        return embedding.head()
+        packed = self._packed_embedding(name)
+        if packed is not None:
+            return packed
+        table = self._ops.prepare_linear(self.tensor(name))
+        return PackedEmbedding(self._ops, table, self.dtype)
 
-    def _quantized(self, names: Sequence[str]) -> list[QuantizedTensor] | None:
+    def _packed_embedding(self, name: str) -> PackedEmbedding | None:
+        """None where it has to be floats."""
+        parts = self._packed([name])
+        rows = [part for part in parts or () if isinstance(part, QuantizedTensor)]
+        if not rows:
+            return None
+        table = self._ops.prepare_quantized_linear(rows, None, self.dtype)
+        return PackedEmbedding(self._ops, table, self.dtype)
+
+    def _packed(self, names: Sequence[str]) -> list[PackedTensor] | None:
         """None where any of them has to be floats."""
-        if self._quantization == "none":
+        if self._quantization == "none" or self._are_left_floats(names):
             return None
-        reasons = {name: self._why_float(name) for name in names}
-        for name, reason in reasons.items():
-            if reason is not None:
-                self.why_floats.setdefault(reason, []).append(name)
-        if any(reasons.values()):
+        parts: list[PackedTensor] = []
+        name = names[0]
+        try:
+            for name in names:
+                self._check_packable(name)
+            for name in names:
+                parts.append(self._pack(name))  # name is of the error
+            check_one_product(parts)
+        except NoPackedForm as error:
+            others = [other for other in names if other != name]
+            self.why_floats.setdefault(str(error), []).extend([name, *others])
             return None
-        parts = []
-        for name in names:
-            part = self._quantize(name) if self._quantization == "int8" else self._read_packed(name)
-            parts.append(part)
-            self.quantized_formats.add(part.format)
+        for name, part in zip(names, parts, strict=True):
+            self.quantized_formats.add(self._format(name, part))
             self._count(name)
         return parts
 
-    def _why_float(self, name: str) -> str | None:
+    def _format(self, name: str, part: PackedTensor) -> str:
+        """For people."""
+        if self._quantization == "packed":
+            return self._checkpoint.quantized_format(name)
+        return part.format if isinstance(part, QuantizedTensor) else self._quantization
+
+    def _are_left_floats(self, names: Sequence[str]) -> bool:
+        """By whoever made the checkpoint, or by what is quantized at load."""
+        if self._quantization == "packed" and isinstance(self._checkpoint, QuantizedCheckpoint):
+            return not any(map(self._checkpoint.has_codes, names))
+        return self._quantization in ("int4", "fp8") and not _ENDS.isdisjoint(names)
+
+    def _check_packable(self, name: str) -> None:
+        """By its header. Raises NoPackedForm."""
         if self._quantization == "packed":
             stored = self._checkpoint.quantized_format(name)
-            return None if stored in FORMATS else f"stored as {stored}"
+            if isinstance(self._checkpoint, QuantizedCheckpoint):
+                is_packable = self._checkpoint.has_codes(name)
+            else:
+                is_packable = stored in FORMATS
+            if not is_packable:
+                raise NoPackedForm(f"stored as {stored}")
+            return
         in_features = self._shapes[name][1]
-        if in_features % _INT8_BLOCK:
-            return f"{in_features} input features are no multiple of {_INT8_BLOCK}"
-        return None
+        if self._quantization != "fp8" and in_features % _BLOCK:
+            raise NoPackedForm(f"{in_features} input features are no multiple of {_BLOCK}")
 
-    def _read_packed(self, name: str) -> QuantizedTensor:
-        part = self._checkpoint.read_quantized(name)
-        return QuantizedTensor(part.format, part.shape, part.data.to(self._device))
-
-    def _quantize(self, name: str) -> QuantizedTensor:
+    def _pack(self, name: str) -> PackedTensor:
+        """Raises NoPackedForm."""
+        if self._quantization == "packed":
+            return pack(self._checkpoint.read_quantized(name, self._device), self._ops)
         floats = torch.empty(self._shapes[name], device=self._device)
         self._checkpoint.read_into(name, floats)
-        return quantize_q8_0(floats)
+        if self._quantization == "int8":
+            return quantize_q8_0(floats)
+        if self._quantization == "fp8":
+            return quantize_fp8(floats, (1, 0))
+        size = next(size for size in _INT4_GROUPS if floats.shape[1] % size == 0)
+        return quantize_int4(floats, size)
 
     def _stacked(self, names: Sequence[str]) -> torch.Tensor:
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        out = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            self._checkpoint.read_into(name, out[start : start + shape[0]])
+            self._read(name, out[start : start + shape[0]])
             start += shape[0]
-            self._count(name)
         return out
+
+    def _read(self, name: str, out: torch.Tensor) -> None:
+        self._checkpoint.read_into(name, out)
+        self._count(name)
 
     def _count(self, name: str) -> None:
         self._done += self._checkpoint.num_bytes(name)

@@ -99,7 +99,7 @@ def test_config(f32: Path) -> None:
     assert (config.vocab_size, config.max_positions) == (300, 512)
     assert config.rms_norm_eps == pytest.approx(1e-5)
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
-    assert (config.tie_embeddings, config.attention_bias, config.mlp_bias) == (False, True, False)
+    assert (config.tie_embeddings, config.qkv_bias, config.mlp_bias) == (False, True, False)
     assert config.dtype == "float32"
 
 
@@ -112,14 +112,20 @@ def test_head_dim_from_key_length_and_tied_head(tmp_path: Path) -> None:
 def test_llama3_rope_comes_as_divisors(tmp_path: Path) -> None:
     """llama.cpp stores llama3 scaling as one divisor for each frequency."""
     spec = TinySpec(hidden_size=288)
-    llama3 = RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, 32)
+    llama3 = RopeConfig(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=32,
+    )
     assert llama3.factor == LLAMA3_ROPE["factor"]
     scaled = inverse_frequencies(llama3, 32)
     divisors = inverse_frequencies(RopeConfig(), 32) / scaled
     path = write_gguf(tmp_path / "tiny.gguf", spec, rope_freqs=divisors.numpy())
     opened = open_path(path)
     torch.testing.assert_close(
-        inverse_frequencies(opened.config.rope, 32), scaled, rtol=1e-6, atol=0
+        inverse_frequencies(opened.config.layers[0].rope, 32), scaled, rtol=1e-6, atol=0
     )
     assert "rope_freqs.weight" not in opened.checkpoint.shapes()
 
@@ -226,15 +232,17 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
         (
             "general.architecture",
             "falcon",
-            "architecture 'falcon' is unknown; known in GGUF: llama",
+            "architecture 'falcon' is unknown; known in GGUF: gemma2, gemma3, granite, llama",
         ),
         ("llama.embedding_length", None, "llama.embedding_length is missing"),
-        ("llama.embedding_length", "288", "llama.embedding_length is '288', expected int"),
-        ("llama.attention.head_count", [9, 9], "expected int"),
-        ("llama.expert_count", 8, "mixtures of experts"),
+        ("llama.embedding_length", "288", "llama.embedding_length is '288', expected an integer"),
+        ("llama.attention.head_count", [9, 9], "is [9, 9], expected an integer"),
+        ("llama.expert_count", 8, "llama.expert_used_count is missing"),
+        ("llama.expert_shared_count", 1, "llama.expert_shared_count 1 is not supported"),
         ("split.count", 3, "one of 3 parts"),
         ("llama.rope.dimension_count", 16, "rope dimension count 16 differ"),
-        ("llama.rope.scaling.type", "yarn", "rope type 'yarn' is unknown"),
+        ("llama.rope.scaling.type", "ntk", "rope type 'ntk' is unknown"),
+        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.factor is None, expected a number"),
     ],
 )
 def test_refused_metadata(f32: Path, key: str, value: str | int | None, message: str) -> None:

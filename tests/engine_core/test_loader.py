@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine_core.device.cpu import CpuDevice
+from engine_core.model.embedding import PackedEmbedding
 from engine_core.model.loader import load_model, open_model
 from kernels.registry import load_ops
 from pagewire.errors import ModelLoadError
@@ -49,6 +51,18 @@ def test_weights_are_fused_unchanged(tmp_path: Path, num_shards: int) -> None:
     assert torch.equal(mlp.gate_up.weight, torch.cat(gate_up))
     assert mlp.gate_up.bias is None
     assert torch.equal(model._head.weight, weights["lm_head.weight"])
+
+
+def test_a_tied_head_is_the_embedding_s_only_memory(tmp_path: Path) -> None:
+    spec = TinySpec(tie_embeddings=True)
+    opened = open_path(write_hf(tmp_path, spec))
+    table, device = tiny_weights(spec)["model.embed_tokens.weight"], torch.device("cpu")
+    for name, dtype in itertools.product(("reference", "cpu"), (torch.float32, torch.bfloat16)):
+        model = load_model(opened, load_ops(name), device, dtype, 64, lambda done, total: None)
+        assert isinstance(model._embedding, PackedEmbedding)
+        assert model._head is model._embedding.table
+        ids = torch.tensor([3, 0, 3, spec.vocab_size - 1])
+        assert torch.equal(model._embedding.rows(ids), table[ids].to(dtype))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])

@@ -11,7 +11,7 @@ import torch
 
 from engine_core.device.cpu import CpuDevice
 from engine_core.engine_builder import build_engine
-from engine_core.model.embedding import QuantizedEmbedding
+from engine_core.model.embedding import PackedEmbedding
 from engine_core.model.gguf_checkpoint import GgufCheckpoint
 from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
@@ -22,7 +22,10 @@ from pagewire.gguf_file import GgufFile
 from pagewire.model_source import resolve_model
 from tests.parity.harness import Loaded
 from tests.support.cpu_kernels import best_cpu_ops
+from tests.support.quantized_checkpoints import awq_tensors, round_to_codes, write_quantized
 from tests.support.smollm2 import embedded_gguf
+from tests.support.tiny_architectures import TinyArchitecture, make_model
+from tests.support.tiny_gguf import write_gguf as write_tiny_gguf
 from tests.support.tiny_model import TinySpec, tiny_weights, write_gguf, write_hf
 from tokenizer_svc.loader import load_tokenizer
 
@@ -57,12 +60,26 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, least_cosine: flo
 
 
 def resolve(
-    quantization: str, stored: str, dtype: str = "auto", *, computes: bool = True
+    quantization: str,
+    stored: str,
+    dtype: str = "auto",
+    *,
+    computes: bool = True,
+    kinds: set[str] | None = None,
+    multiplies: bool = False,
 ) -> Quantization:
+    """kinds: of a Hugging Face checkpoint's codes, else it has none. multiplies: int4, fp8."""
+    scheme = None if kinds is None else SimpleNamespace(kinds=kinds)
     opened: Any = SimpleNamespace(
-        config=SimpleNamespace(dtype=stored), source=SimpleNamespace(path="m.gguf")
+        config=SimpleNamespace(dtype=stored, quantization=scheme),
+        source=SimpleNamespace(path="m.gguf"),
     )
-    ops: Any = SimpleNamespace(computes_quantized=computes)
+    ops: Any = SimpleNamespace(
+        name="cpu",
+        computes_quantized=computes,
+        computes_int4=multiplies,
+        computes_fp8=multiplies,
+    )
     config = EngineConfig(quantization=quantization, dtype=dtype)  # type: ignore[arg-type]
     return resolve_quantization(config, opened, ops)
 
@@ -96,6 +113,36 @@ def test_nothing_is_packed_that_is_stored_as_floats() -> None:
         resolve("packed", "float16")
 
 
+@pytest.mark.parametrize(
+    ("kinds", "dtype", "computes", "multiplies", "expected"),
+    [
+        ({"int4"}, "auto", True, False, "packed"),
+        ({"int8", "fp8"}, "auto", True, False, "packed"),
+        ({"int4"}, "bfloat16", True, False, "none"),
+        ({"int4"}, "auto", False, False, "none"),
+        ({"fp8"}, "auto", True, False, "none"),
+        ({"int4"}, "float16", False, True, "packed"),
+        ({"fp8"}, "auto", False, True, "packed"),
+        ({"int4"}, "float32", False, True, "none"),
+        ({"int8"}, "auto", False, True, "none"),
+    ],
+)
+def test_auto_computes_codes_where_a_kernel_does(
+    kinds: set[str], dtype: str, computes: bool, multiplies: bool, expected: str
+) -> None:
+    resolved = resolve(
+        "auto", "float16", dtype, computes=computes, kinds=kinds, multiplies=multiplies
+    )
+    assert resolved == expected
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_codes_that_no_kernel_multiplies_are_not_made(name: str) -> None:
+    assert resolve(name, "float16", multiplies=True) == name
+    with pytest.raises(ConfigError, match=f"--quantization {name}: the cpu kernels have no such"):
+        resolve(name, "float16")
+
+
 def test_description() -> None:
     assert describe_computation("bfloat16", "none", ()) == "bfloat16"
     assert describe_computation("bfloat16", "packed", {"Q8_0", "Q4_1"}) == (
@@ -120,7 +167,7 @@ def test_codes_have_the_row_order_of_the_floats(tmp_path: Path, kind: str) -> No
         floats = torch.empty(shape)
         checkpoint.read_into(name, floats)
         assert checkpoint.quantized_format(name) == kind
-        assert torch.equal(dequantize(checkpoint.read_quantized(name)), floats), name
+        assert torch.equal(dequantize(checkpoint.read_quantized(name, floats.device)), floats), name
 
 
 # Models
@@ -160,7 +207,7 @@ def test_a_tied_head_is_the_embeddings_memory(tmp_path: Path) -> None:
     spec = TinySpec(hidden_size=288, intermediate_size=96, tie_embeddings=True)
     path = write_gguf(tmp_path / "tiny.gguf", spec, "Q8_0")
     packed = load(path, "packed")
-    assert isinstance(packed.model._embedding, QuantizedEmbedding)
+    assert isinstance(packed.model._embedding, PackedEmbedding)
     assert packed.model._head is packed.model._embedding.table
     assert_close(packed.logits(PROMPT), load(path, "none").logits(PROMPT), LEAST_COSINE)
 
@@ -189,6 +236,21 @@ def test_widths_that_do_not_divide_are_floats_and_said_so(
         record.getMessage()
     )
     assert_close(quantized.logits(PROMPT), load(path, "none").logits(PROMPT), LEAST_COSINE)
+
+
+def test_experts_stay_floats_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 3}
+    tiny = TinyArchitecture("Mixtral", sizes)
+    path = write_tiny_gguf(make_model(tiny), tmp_path / "tiny.gguf", "Q8_0")
+    with caplog.at_level(logging.WARNING):
+        packed = load(path, "packed")
+    assert packed.model.quantized_formats == {"Q8_0"}
+    (record,) = caplog.records
+    assert "18 matrices are computed as floats (of a mixture of experts)" in record.getMessage()
+    prompt = [token % 160 for token in PROMPT]
+    assert_close(packed.logits(prompt), load(path, "none").logits(prompt), LEAST_COSINE)
 
 
 def test_progress_counts_all_bytes(tmp_path: Path) -> None:
@@ -246,6 +308,21 @@ def test_engine_says_what_it_computes(tmp_path: Path) -> None:
     assert build(path, quantization="int8", dtype="bfloat16").dtype == "bfloat16 with int8 weights"
     assert build(path, dtype="float32").dtype == "float32"
     assert build(path, quantization="none", dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_engine_computes_a_checkpoints_codes(tmp_path: Path) -> None:
+    def encode(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        rounded = round_to_codes(weight, 4, 32, symmetric=False)
+        return awq_tensors(module, rounded), rounded.dense()
+
+    best_cpu_ops()
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    path, _ = write_quantized(tmp_path, SPEC, config, encode)
+    assert build(path, quantization="packed", dtype="bfloat16").dtype == (
+        "bfloat16 with awq int4 weights"
+    )
+    assert build(path, dtype="float32").dtype == "float32"
+    assert build(path, quantization="int8", dtype="float32").dtype == "float32 with int8 weights"
 
 
 def test_engine_refuses_to_pack_floats(tmp_path: Path) -> None:
