@@ -1,6 +1,7 @@
 """What a step costs the host: scheduling, building the batch, handling the output.
 
-    python bench/host_cost.py [--requests 256] [--steps 300] [--profile]
+    python bench/host_cost.py [--requests 256] [--steps 300] [--async] [--profile]
+    python bench/host_cost.py --device-ms 8 [--async]
 
 The engine's own loop body runs in this process, on one thread, over the simulated device
 at no device time: the real scheduler, KV manager, rows and batch builder (CPU tensors),
@@ -8,6 +9,9 @@ and the outputs are encoded as they would be sent. What is left out is what a de
 of the host besides: launching its kernels. All requests decode; each block and prefix
 hash that 16 tokens bring is in it, so steps differ, and the mean is what counts. It is
 the thread's CPU time, as other processes would be in any other.
+
+With --device-ms the device takes that long over a step, and wall time is told too: how much
+of the host's work the device waits for. --async plans a step while the one before runs.
 """
 
 from __future__ import annotations
@@ -54,11 +58,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="Tokens of each. [%(default)s]")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--async", action="store_true", dest="async_scheduling")
+    parser.add_argument(
+        "--device-ms", type=float, default=0.0, help="Of the device, a step. [%(default)s]"
+    )
     parser.add_argument("--profile", action="store_true", help="By function; slows it down.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    bench = _Bench(options.requests, options.prompt, options.steps, options.temperature)
+    bench = _Bench(options)
     bench.fill()
     for _ in range(WARM_UP_STEPS):
         bench.step()
@@ -72,24 +80,31 @@ def main() -> None:
                 bench.step()
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
+    began = time.monotonic()
     for _ in range(options.steps):
         bench.step()
+    wall_ms = 1e3 * (time.monotonic() - began) / options.steps
     figures = bench.figures()
     if options.json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps({**figures, "wall_ms": wall_ms}, indent=2))
         return
-    print(f"{options.requests} requests decode, {options.steps} steps, CPU ms a step")
+    mode = "async" if options.async_scheduling else "sync"
+    print(f"{options.requests} requests decode, {options.steps} steps, {mode}, CPU ms a step")
     print("             mean    p50    p99")
     for part, of_part in figures.items():
         print(f"{part:9} {of_part['mean']:7.3f}{of_part['p50']:7.3f}{of_part['p99']:7.3f}")
+    if options.device_ms:
+        print(f"wall      {wall_ms:7.3f} ms a step, of which the device computes for all but")
+        print(f"idle      {wall_ms - options.device_ms:7.3f} ms")
 
 
 class _Bench:
-    def __init__(self, requests: int, prompt: int, steps: int, temperature: float) -> None:
-        self._requests = requests
-        self._prompt = prompt
-        self._output = 2 * (steps + WARM_UP_STEPS) + prompt
-        self._temperature = temperature
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._requests: int = options.requests
+        self._prompt: int = options.prompt
+        self._output = 2 * (options.steps + WARM_UP_STEPS) + options.prompt
+        self._temperature: float = options.temperature
+        requests, prompt = self._requests, self._prompt
         max_model_len = prompt + self._output
         self._limits = SchedulerLimits(
             max_num_seqs=requests,
@@ -100,24 +115,32 @@ class _Bench:
         )
         num_blocks = requests * (max_model_len // BLOCK_SIZE + 2) * 2
         self._scheduler = Scheduler(self._limits, KVManager(num_blocks, BLOCK_SIZE))
+        device = SimDevice("sim", GPUS["h200"], None, 0.9)
         self._runner = SimRunner(
             None,
             NO_COST,
-            SimDevice("sim", GPUS["h200"], None, 0.9),
+            device,
             range(100, 4000),
             max_num_seqs=requests,
             max_num_batched_tokens=8192,
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
         )
-        self._core = EngineCore(self._scheduler, self._runner, epoch=EPOCH)
+        self._core = EngineCore(
+            self._scheduler,
+            self._runner,
+            epoch=EPOCH,
+            async_scheduling=options.async_scheduling,
+        )
         self._seconds: dict[str, list[float]] = {part: [] for part in (*PARTS, "all")}
         self._now: dict[str, float] = {}
         self._scheduler.schedule = self._timed("schedule", self._scheduler.schedule)  # type: ignore[method-assign]
         self._scheduler.update = self._timed("update", self._scheduler.update)  # type: ignore[method-assign]
         launch = self._timed("launch", self._runner.launch)
+        step_s = options.device_ms / 1e3
 
         def launch_timed(plan: Any) -> Any:
+            device.run(step_s)
             pending = launch(plan)
             pending.result = self._timed("result", pending.result)
             return pending

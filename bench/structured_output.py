@@ -87,7 +87,7 @@ def measure_processor(options: argparse.Namespace) -> None:
         print(f"{name}: compiled in {1e3 * (time.perf_counter() - began):.1f} ms")
 
     rows = Rows(options.batch, options.steps + 4, 16)
-    processor = StructuredOutputs(rows)
+    processor = StructuredOutputs(rows, ())
     new = [
         NewSeq(row, (5, 6), 2, SamplingParams(options.steps), None, grammar)
         for row in range(options.batch)

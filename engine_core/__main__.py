@@ -192,6 +192,7 @@ def _make_core(
         grammars=grammars,
         token_bytes=cache(lambda: vocabulary().text_bytes()),
         find_unsupported=built.find_unsupported,
+        async_scheduling=built.async_scheduling,
     )
 
 

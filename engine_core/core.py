@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,8 +29,9 @@ from pagewire.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine_core.runner.base import Runner
+    from engine_core.runner.base import PendingStep, Runner
     from engine_core.sched.intake import FindUnsupported
+    from engine_core.sched.plan import StepPlan
     from engine_core.sched.scheduler import Scheduler, StepOutcome
     from pagewire.wire.messages import Add, Beam
 
@@ -52,8 +54,25 @@ class _Outbox:
     logprobs: list[RequestLogprobs] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose result has not been read."""
+
+    plan: StepPlan
+    num_tokens: int
+    pending: PendingStep
+    began_at: float
+    """When its plan was begun."""
+
+
 class EngineCore:
     """Requests of all frontends over one scheduler and one runner.
+
+    With asynchronous scheduling a step's result is read once the next step is planned and
+    launched, so that the device goes from one to the other without waiting for the host:
+
+        host    plan 1 | plan 2 | read 1, plan 3 | read 2, plan 4 | ...
+        device         | step 1          | step 2          | step 3 ...
 
     Single-threaded: every method is called from the one thread that computes.
     A request is known by its frontend and the id that frontend gave it. Each
@@ -71,11 +90,13 @@ class EngineCore:
         grammars: GrammarGate | None = None,
         token_bytes: Callable[[], Sequence[bytes]] = no_token_bytes,
         find_unsupported: FindUnsupported = all_is_supported,
+        async_scheduling: bool = False,
     ) -> None:
         """epoch: random 64 bit, one per engine process life. clock: seconds, monotonic.
         grammars: where structured output is compiled; by default all of it is refused.
         token_bytes: for beam searches with stop strings, asked once there is one.
-        find_unsupported: what the runner cannot do, which is refused."""
+        find_unsupported: what the runner cannot do, which is refused.
+        async_scheduling: for a runner whose launch() returns while the device works."""
         self.epoch = epoch
         self.step_id = 0
         """Steps finished; stands still while one runs."""
@@ -92,6 +113,11 @@ class EngineCore:
         self._find_unsupported = find_unsupported
         self._grammars = grammars if grammars is not None else GrammarGate(compile_nothing)
         self._outboxes: dict[int, _Outbox] = {}
+        self._async_scheduling = async_scheduling
+        self._launched: _Launched | None = None
+        """Between steps: the one to be read by the next step()."""
+        self._read_at = -math.inf
+        """When the last result was there."""
         self._last_step_s = 0.0
         self._last_num_batched = 0
 
@@ -201,13 +227,15 @@ class EngineCore:
         # Not for those whose constraint is being compiled, nor for their followers.
         return bool(
             self._outboxes
+            or self._launched is not None
             or self._scheduler.has_unfinished()
             or self._grammars.has_ready
             or self._followers.has_due
         )
 
     def step(self, poll: Callable[[], None]) -> dict[int, StepOutput]:
-        """One turn: at most one launch, then one output per frontend concerned.
+        """One turn: at most one launch and at most one result, then one output per
+        frontend concerned.
 
         poll: takes in commands that have come, by calling add() and abort(). It
         is called once, after the launch, so an abort ends its request with this
@@ -220,22 +248,38 @@ class EngineCore:
             self._enter(follower)
         self._take_compiled()
         plan = self._scheduler.schedule(began_at)
-        self._last_num_batched = self._scheduler.num_batched_tokens
+        launched = None
         if plan.seqs:
-            pending = self._runner.launch(plan)
-            poll()
-            result = pending.result()
-            ended_at = self._clock()
-            self._speed.observe(self._last_num_batched, ended_at - began_at)
-            self._scheduler.kv_manager.observe_step(plan, result, ended_at - began_at)
-            self._deliver(self._scheduler.update(plan, result, ended_at))
-        else:
-            poll()
-        self._last_step_s = self._clock() - began_at
-        self.step_id = plan.step
+            num_tokens = self._scheduler.num_batched_tokens
+            launched = _Launched(plan, num_tokens, self._runner.launch(plan), began_at)
+        poll()
+        due = launched
+        if self._async_scheduling:
+            due, self._launched = self._launched, launched
+        if due is not None:
+            self._read(due)
+        elif launched is None:
+            self._last_num_batched = 0
+            self._last_step_s = self._clock() - began_at
+            self.step_id = plan.step
         if not self._requests:
             self._scheduler.kv_manager.check_all_free()
         return self._flush()
+
+    def _read(self, launched: _Launched) -> None:
+        """Waits for a step's result and takes it in."""
+        plan = launched.plan
+        result = launched.pending.result()
+        ended_at = self._clock()
+        # The device took it up when it was done with the step before.
+        step_s = ended_at - max(launched.began_at, self._read_at)
+        self._read_at = ended_at
+        self._speed.observe(launched.num_tokens, step_s)
+        self._scheduler.kv_manager.observe_step(plan, result, step_s)
+        self._deliver(self._scheduler.update(plan, result, ended_at))
+        self._last_num_batched = launched.num_tokens
+        self._last_step_s = self._clock() - ended_at + step_s
+        self.step_id = plan.step
 
     def stats(self) -> StepStats:
         """The state after the last step, without abort_to_free_s, which rides on
@@ -261,6 +305,7 @@ class EngineCore:
             num_used_host_blocks=tier.num_used_blocks,
             total_offloaded_blocks=tier.num_offloaded_blocks,
             total_restored_blocks=tier.num_restored_blocks,
+            num_free_cached_blocks=kv_manager.pool.num_free_cached_blocks,
         )
 
     def check_integrity(self) -> None:

@@ -18,18 +18,23 @@ from engine_core.device.memory import (
     resolve_max_model_len,
 )
 from engine_core.device.select import select_device
-from engine_core.model.config import check_window
 from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
+from engine_core.runner.batch import BatchBuilder
+from engine_core.runner.graphs import graph_sizes, measure_graphs
 from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
 from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
+from engine_core.runner.rows import Rows
 from engine_core.sched.intake import FindUnsupported, all_is_supported
 from kernels.registry import UnsupportedOps, load_ops
 from pagewire.errors import ConfigError
 from pagewire.model_source import resolve_model
+from pagewire.number_list import number_list
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.device.base import Device
     from engine_core.device.memory import KVPlan, MemoryBudget
     from engine_core.kv.restore_policy import MeasuredCosts
@@ -63,6 +68,8 @@ class BuiltEngine:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_mixed_prefill_tokens: int
+    async_scheduling: bool
+    """Whether the next step is planned while one runs."""
     default_sampling: dict[str, float]
     num_host_blocks: int = 0
     """Of the second tier; 0 where there is none."""
@@ -81,11 +88,11 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
     device = select_device(config)
     opened = open_model(resolve_model(config.model, config.served_model_name))
     max_model_len = resolve_max_model_len(config.max_model_len, opened.config)
-    check_window(opened.config, max_model_len, str(opened.source.path))
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
     ops = _load_ops(config, device, dtype)
     quantization = resolve_quantization(config, opened, ops)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
+    sizes = _graph_sizes(config, device)
     planner = _KVPlanner(config, opened, device, dtype, max_model_len)
     kv_plan = planner.plan_before_load()
     num_host_blocks = planner.plan_host_blocks()
@@ -99,7 +106,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         quantization,
     )
     if kv_plan is None:
-        kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens)
+        kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens, sizes)
     kv_caches = allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, dtype)
     host_kv = HostKV(device, kv_caches, num_host_blocks) if num_host_blocks else None
     runner = ModelRunner(
@@ -111,6 +118,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=kv_plan.max_model_len,
         host_kv=host_kv,
+        graph_sizes=sizes,
     )
     progress("warm-up", 0, 1)
     runner.warm_up()
@@ -149,9 +157,27 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
             if config.max_mixed_prefill_tokens is None
             else config.max_mixed_prefill_tokens
         ),
+        async_scheduling=overlaps(config, device),
         default_sampling=opened.config.default_sampling,
         num_host_blocks=num_host_blocks,
         kv_costs=kv_costs,
+    )
+
+
+def overlaps(config: EngineConfig, device: Device) -> bool:
+    """Whether to plan while the device runs. On one that computes within the launch there is
+    no such time, and results would only come later."""
+    return config.async_scheduling == "auto" and not device.is_synchronous
+
+
+def _graph_sizes(config: EngineConfig, device: Device) -> tuple[int, ...]:
+    if config.cuda_graphs == "off" or not device.captures_graphs:
+        return ()
+    if config.cuda_graph_sizes is None:
+        return graph_sizes(config.max_num_seqs)
+    # Larger batches than that there are none.
+    return tuple(
+        size for size in number_list(config.cuda_graph_sizes) if size <= config.max_num_seqs
     )
 
 
@@ -190,13 +216,23 @@ class _KVPlanner:
         budget = self._device.fixed_kv_budget()
         return None if budget is None else self._plan(budget)
 
-    def plan_after_load(self, model: DecoderModel, ops: Ops, max_num_batched_tokens: int) -> KVPlan:
+    def plan_after_load(
+        self, model: DecoderModel, ops: Ops, max_num_batched_tokens: int, sizes: Sequence[int]
+    ) -> KVPlan:
+        """sizes: of the graphs to be captured."""
         one_block = allocate_kv_caches(model, self._device, 1, self._config.block_size, self._dtype)
 
-        def largest_step() -> None:
-            run_dummy_step(model, ops, one_block, max_num_batched_tokens, self._config.max_num_seqs)
+        max_num_seqs = self._config.max_num_seqs
 
-        return self._plan(self._device.profiled_kv_budget(largest_step))
+        def largest_step() -> None:
+            run_dummy_step(model, ops, one_block, max_num_batched_tokens, max_num_seqs)
+
+        def graphs_bytes() -> int:
+            rows = Rows(max_num_seqs, self._max_model_len, self._config.block_size)
+            builder = BatchBuilder(rows, self._device, max_num_seqs, max_num_batched_tokens)
+            return measure_graphs(model, self._device, one_block, builder, sizes)
+
+        return self._plan(self._device.profiled_kv_budget(largest_step, graphs_bytes))
 
     def plan_host_blocks(self) -> int:
         size = self._config.kv_offload_memory

@@ -46,7 +46,8 @@ _ENDS_UNSCHEDULED = frozenset({Status.ABORTED, Status.FAILED})
 _MOVES = {
     Status.WAITING: _ENDS_UNSCHEDULED | {Status.RUNNING},
     Status.RUNNING: _ENDS | {Status.PREEMPTED},
-    Status.PREEMPTED: _ENDS_UNSCHEDULED | {Status.RUNNING},
+    # It ends with a token that was drawn before, and is read only now.
+    Status.PREEMPTED: _ENDS | {Status.RUNNING},
 }
 
 
@@ -77,6 +78,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_unread",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -137,6 +139,9 @@ class Request:
         self.num_computed_tokens = 0
         """Leading tokens whose KV is in the cache, or will be once all plans made
         so far have run. Only the scheduler moves it."""
+        self.num_unread = 0
+        """Tokens that plans made so far draw, and whose ids are still to come. Those of beams
+        are not counted: what a beam goes on with is the search's choice."""
         self.num_cached_tokens = 0
         """Prompt tokens that the first admission found in the prefix cache."""
         self.num_preemptions = 0

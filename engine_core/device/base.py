@@ -39,6 +39,14 @@ class Timer(Protocol):
         ...
 
 
+class Graph(Protocol):
+    """Work that was captured once."""
+
+    def replay(self) -> None:
+        """Queues it anew, on the same memory."""
+        ...
+
+
 class Device(Protocol):
     torch_device: torch.device
     name: str
@@ -48,6 +56,8 @@ class Device(Protocol):
     default_max_mixed_prefill_tokens: int
     is_synchronous: bool
     """Whether work is done when the call that queues it returns."""
+    captures_graphs: bool
+    """Whether capture() is to be had."""
     num_staging_sets: int
     """Host buffers that steps take in turn, so that filling one does not wait for the last."""
     layers_share_blocks: bool
@@ -62,9 +72,22 @@ class Device(Protocol):
         """The KV cache's memory where it is known before the weights are loaded."""
         ...
 
-    def profiled_kv_budget(self, largest_step: Callable[[], None]) -> MemoryBudget:
-        """What is left beside the weights and the largest step. Raises ConfigError with
-        figures where nothing is."""
+    def profiled_kv_budget(
+        self, largest_step: Callable[[], None], graphs_bytes: Callable[[], int]
+    ) -> MemoryBudget:
+        """What is left beside the weights, the largest step and graphs_bytes, which is
+        measured after the step. Raises ConfigError with figures where nothing is."""
+        ...
+
+    def used_memory(self) -> int:
+        """Bytes of the device that are in use, by whomever; without what is only cached."""
+        ...
+
+    def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
+        """Records what work() queues, only where captures_graphs. It has run before, does not
+        wait for the device, and but for what it makes itself works on memory that outlasts
+        the graph. The graph shares its own memory with `beside`, so that they must run one
+        after the other; the largest is best captured first."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -75,8 +98,10 @@ class Device(Protocol):
         """Uninitialized host memory that stage() can read from fast."""
         ...
 
-    def stage(self, host: torch.Tensor) -> torch.Tensor:
-        """The values on the device; the host memory is free again after a later fence()."""
+    def stage(self, host: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """The values on the device, in `into`, of the same shape and dtype. Where the device
+        reads the host's memory, and captures no graphs, they may stay there. The host memory
+        is free again after a later fence()."""
         ...
 
     def fence(self) -> Fence: ...

@@ -16,6 +16,7 @@ from kernels.cpu.memory import map_pages
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from engine_core.device.base import Graph
     from engine_core.model.config import CheckpointDtype
 
 _DEFAULT_SHARE = 8
@@ -34,6 +35,7 @@ class CpuDevice:
         self.default_max_num_batched_tokens = 512
         self.default_max_mixed_prefill_tokens = 96
         self.is_synchronous = True
+        self.captures_graphs = False
         self.num_staging_sets = 1
         self.layers_share_blocks = True
         if kv_cache_memory is None:
@@ -54,8 +56,16 @@ class CpuDevice:
     def fixed_kv_budget(self) -> MemoryBudget:
         return self._budget
 
-    def profiled_kv_budget(self, largest_step: Callable[[], None]) -> MemoryBudget:
+    def profiled_kv_budget(
+        self, largest_step: Callable[[], None], graphs_bytes: Callable[[], int]
+    ) -> MemoryBudget:
         return self._budget
+
+    def used_memory(self) -> int:
+        raise NotImplementedError("a CPU's KV cache has a size of its own")
+
+    def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
+        raise NotImplementedError("a CPU has no launches to save")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # The kernel supplies these pages on first use; torch.zeros writes them all.
@@ -65,7 +75,7 @@ class CpuDevice:
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def stage(self, host: torch.Tensor) -> torch.Tensor:
+    def stage(self, host: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         return host
 
     def fence(self) -> _Passed:

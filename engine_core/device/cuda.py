@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_core.device.memory import MemoryBudget, parse_memory_size
+from engine_core.device.memory import DeviceMemory, MemoryBudget, parse_memory_size
 from pagewire.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from engine_core.device.base import Graph
     from engine_core.model.config import CheckpointDtype
 
 _GIB = 1 << 30
@@ -34,6 +35,7 @@ class CudaDevice:
         self.default_max_num_batched_tokens = 2048
         self.default_max_mixed_prefill_tokens = 0
         self.is_synchronous = False
+        self.captures_graphs = True
         self.num_staging_sets = 2
         self.layers_share_blocks = False
         self._utilization = memory_utilization
@@ -57,25 +59,58 @@ class CudaDevice:
     def fixed_kv_budget(self) -> MemoryBudget | None:
         return self._fixed
 
-    def profiled_kv_budget(self, largest_step: Callable[[], None]) -> MemoryBudget:
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        largest_step()
+    def profiled_kv_budget(
+        self, largest_step: Callable[[], None], graphs_bytes: Callable[[], int]
+    ) -> MemoryBudget:
         torch.cuda.synchronize(self.torch_device)
-        peak = torch.cuda.max_memory_allocated(self.torch_device)
-        weights = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        try:
+            largest_step()
+            torch.cuda.synchronize(self.torch_device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            weights = torch.cuda.memory_allocated(self.torch_device)
+            raise ConfigError(
+                f"{self.name} with {total / _GIB:.2f} GiB has no room for the largest step "
+                f"beside {weights / _GIB:.2f} GiB of weights ({free / _GIB:.2f} GiB are free): "
+                "lower --max-num-batched-tokens or --max-num-seqs"
+            ) from error
+        # Reserved, not allocated: the gaps between tensors are taken too.
+        peak = torch.cuda.max_memory_reserved(self.torch_device)
+        torch.cuda.empty_cache()
+        weights = torch.cuda.memory_reserved(self.torch_device)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        memory = DeviceMemory(
+            total=total,
+            weights=weights,
+            largest_step=peak - weights,
+            graphs=graphs_bytes(),
+            # In use, but not by torch's allocator.
+            elsewhere=total - free - weights,
+        )
+        return memory.kv_budget(self._utilization, self.name)
+
+    def used_memory(self) -> int:
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        # The context, libraries and other processes: in use, but not by torch's allocator.
-        outside = total - free - torch.cuda.memory_reserved(self.torch_device)
-        left = int(total * self._utilization) - peak - outside
-        origin = f"--gpu-memory-utilization {self._utilization}"
-        if left <= 0:
+        return total - free
+
+    def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        pool = None
+        if beside is not None:
+            assert isinstance(beside, torch.cuda.CUDAGraph)
+            pool = beside.pool()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                work()
+        except RuntimeError as error:
             raise ConfigError(
-                f"{origin} of {total / _GIB:.2f} GiB leaves nothing for the KV cache: weights take "
-                f"{weights / _GIB:.2f} GiB, the largest step {(peak - weights) / _GIB:.2f} GiB, "
-                f"everything else on the device {outside / _GIB:.2f} GiB"
-            )
-        return MemoryBudget(left, origin)
+                f"a decode step of this model cannot be captured, set --cuda-graphs off: {error}"
+            ) from error
+        return graph
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.torch_device)
@@ -83,8 +118,8 @@ class CudaDevice:
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def stage(self, host: torch.Tensor) -> torch.Tensor:
-        return host.to(self.torch_device, non_blocking=True)
+    def stage(self, host: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        return into.copy_(host, non_blocking=True)
 
     def fence(self) -> _CudaFence:
         return _CudaFence()

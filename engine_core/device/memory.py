@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+_GIB = 1 << 30
 _LEAST_MODEL_LEN = 2
 
 
@@ -72,6 +73,53 @@ class MemoryBudget:
 
     num_bytes: int
     origin: str
+
+
+_LEAST_MARGIN = 64 * _MIB
+_MARGIN_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device that has its own memory, and who takes them beside the KV cache."""
+
+    total: int
+    weights: int
+    largest_step: int
+    """What it takes at its peak, beside the weights."""
+    graphs: int
+    elsewhere: int
+    """The driver, libraries and other processes."""
+
+    @property
+    def margin(self) -> int:
+        """Kept free: a step of another shape may leave other gaps between its tensors."""
+        return max(_LEAST_MARGIN, self.largest_step // _MARGIN_SHARE)
+
+    def kv_budget(self, utilization: float, device: str) -> MemoryBudget:
+        """What is left of a share of the device. Raises ConfigError with the figures."""
+        taken = self.weights + self.largest_step + self.graphs + self.elsewhere + self.margin
+        left = int(self.total * utilization) - taken
+        origin = f"--gpu-memory-utilization {utilization}"
+        figures = (
+            f"weights take {self.weights / _GIB:.2f} GiB, the largest step "
+            f"{self.largest_step / _GIB:.2f} GiB, CUDA graphs {self.graphs / _GIB:.2f} GiB, "
+            f"everything else on the device {self.elsewhere / _GIB:.2f} GiB, and "
+            f"{self.margin / _GIB:.2f} GiB are kept free"
+        )
+        if left <= 0:
+            raise ConfigError(
+                f"{origin} of {device} with {self.total / _GIB:.2f} GiB leaves nothing for the "
+                f"KV cache: {figures}"
+            )
+        logger.info(
+            "%s of %.2f GiB: %.2f GiB for the KV cache; %s",
+            origin,
+            self.total / _GIB,
+            left / _GIB,
+            figures,
+        )
+        return MemoryBudget(left, origin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_core.device.memory import MemoryBudget, parse_memory_size
-from pagewire.errors import ConfigError
+from engine_core.device.memory import DeviceMemory, MemoryBudget, parse_memory_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from engine_core.device.base import Graph
     from engine_core.device.roofline import Gpu
     from engine_core.model.config import CheckpointDtype
-
-_GIB = 1 << 30
 
 
 class SimDevice:
@@ -43,6 +41,7 @@ class SimDevice:
         self.default_max_num_batched_tokens = 2048
         self.default_max_mixed_prefill_tokens = 0
         self.is_synchronous = False
+        self.captures_graphs = False
         self.num_staging_sets = 2
         self.layers_share_blocks = False
         self._gpu = gpu
@@ -76,18 +75,25 @@ class SimDevice:
     def fixed_kv_budget(self) -> MemoryBudget | None:
         return self._fixed
 
-    def profiled_kv_budget(self, largest_step: Callable[[], None]) -> MemoryBudget:
-        before = self._held
+    def profiled_kv_budget(
+        self, largest_step: Callable[[], None], graphs_bytes: Callable[[], int]
+    ) -> MemoryBudget:
+        weights = self._held
         largest_step()
-        left = int(self._gpu.memory_bytes * self._utilization) - self._held
-        origin = f"--gpu-memory-utilization {self._utilization}"
-        if left <= 0:
-            raise ConfigError(
-                f"--device {self.name}: {origin} of {self._gpu.memory_bytes / _GIB:.2f} GiB leaves "
-                f"nothing for the KV cache: weights take {before / _GIB:.2f} GiB, the largest step "
-                f"{(self._held - before) / _GIB:.2f} GiB"
-            )
-        return MemoryBudget(left, origin)
+        memory = DeviceMemory(
+            total=self._gpu.memory_bytes,
+            weights=weights,
+            largest_step=self._held - weights,
+            graphs=graphs_bytes(),
+            elsewhere=0,
+        )
+        return memory.kv_budget(self._utilization, f"--device {self.name}")
+
+    def used_memory(self) -> int:
+        return self._held
+
+    def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
+        raise NotImplementedError("a simulated device runs no kernels")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -95,7 +101,7 @@ class SimDevice:
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def stage(self, host: torch.Tensor) -> torch.Tensor:
+    def stage(self, host: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         return host
 
     def fence(self) -> _Point:

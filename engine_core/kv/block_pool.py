@@ -37,6 +37,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self._cached: dict[bytes, Block] = {}
+        self._num_free_cached = 0
         self._on_evict = on_evict
 
     @property
@@ -57,6 +58,11 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Blocks whose content can be hit, held or free."""
         return len(self._cached)
+
+    @property
+    def num_free_cached_blocks(self) -> int:
+        """Blocks that no table holds and whose content can be hit."""
+        return self._num_free_cached
 
     def allocate(self, num_blocks: int) -> list[Block] | None:
         """Hands out blocks with ref_cnt 1 and no hash; all of them or None.
@@ -79,6 +85,7 @@ class BlockPool:
             assert block.ref_cnt or block.block_hash is not None, block
             if block.ref_cnt == 0:
                 self._free.remove(block)
+                self._num_free_cached -= 1
             block.ref_cnt += 1
 
     def release(self, blocks_tail_first: Iterable[Block]) -> None:
@@ -96,6 +103,7 @@ class BlockPool:
                     self._free.prepend(block)
                 else:
                     self._free.append(block)
+                    self._num_free_cached += 1
 
     def lookup(self, hashes: Sequence[bytes], limit: int) -> list[Block]:
         """The cached blocks of the longest run of hashes[:limit], from the first."""
@@ -135,15 +143,17 @@ class BlockPool:
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
+        self._num_free_cached = 0
         return num_forgotten
 
     def _forget(self, block: Block) -> None:
-        """Evicts: the block's content can no longer be hit."""
+        """Evicts a free block: its content can no longer be hit."""
         if block.block_hash is not None:
             if self._on_evict is not None:
                 self._on_evict(block.block_hash, block.block_id)
             del self._cached[block.block_hash]
             block.block_hash = None
+            self._num_free_cached -= 1
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
         """Compares all the bookkeeping with itself. O(num_blocks).
@@ -201,4 +211,9 @@ class BlockPool:
             raise IntegrityError(
                 f"{len(self._cached)} hashes are mapped, {hashed} blocks carry one, "
                 f"{len(wrong)} disagree: {wrong[:4]}"
+            )
+        num_free = sum(block.ref_cnt == 0 for block in self._cached.values())
+        if num_free != self._num_free_cached:
+            raise IntegrityError(
+                f"{num_free} cached blocks are free, {self._num_free_cached} are counted"
             )

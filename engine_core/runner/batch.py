@@ -25,6 +25,8 @@ class StepBatch:
     """None where no row samples."""
     sampling_rows: np.ndarray
     """[S] row numbers, in plan order."""
+    sampling_rows_there: torch.Tensor
+    """[S] int64, the same on the device."""
     late: LateInputs | None
 
 
@@ -37,7 +39,14 @@ class LateInputs:
 
 
 class BatchBuilder:
-    """Fills staging buffers that last for the process; a step's cost follows its own tokens."""
+    """Fills buffers that last for the process; a step's cost follows its own tokens.
+
+        rows --numpy--> a staging set on the host --copy--> the buffers on the device
+
+    Sets are taken in turn, so that filling one does not wait for the copies of the last
+    step. There is one set of buffers on the device: its queue keeps copies and steps in
+    order.
+    """
 
     def __init__(
         self,
@@ -50,19 +59,65 @@ class BatchBuilder:
         self._device = device
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
+        # A padded batch has a token for each of its sequences.
+        layout = _layout(
+            max_num_seqs, max(max_num_seqs, max_num_batched_tokens), rows.block_table.shape[1]
+        )
+        self._buffers = {
+            name: torch.empty(size, dtype=dtype, device=device.torch_device)
+            for name, (size, dtype) in layout.items()
+        }
         self._sets = [
-            _StagingSet(device, max_num_seqs, max_num_batched_tokens, rows.block_table.shape[1])
-            for _ in range(device.num_staging_sets)
+            _StagingSet(device, layout, self._buffers) for _ in range(device.num_staging_sets)
         ]
         self._turn = 0
+        self._decode_table: torch.Tensor | None = None
+        self._decode_inputs: dict[int, ModelInput] = {}
 
-    def build(self, plan: StepPlan) -> StepBatch:
-        """plan.seqs is not empty, and the rows have applied the plan."""
+    def decode_inputs(self, num_seqs: int) -> ModelInput:
+        """What every batch that is padded to num_seqs is built in, always the same memory,
+        on a device that captures_graphs. It holds padding alone now."""
+        inputs = self._decode_inputs.get(num_seqs)
+        if inputs is None:
+            assert num_seqs <= self._max_num_seqs, num_seqs
+            if self._decode_table is None:
+                self._decode_table = self._device.zeros(
+                    (self._max_num_seqs, self._rows.block_table.shape[1]), torch.int32
+                )
+            max_seq_len = self._rows.token_ids.shape[1]
+            buffers = self._buffers
+            inputs = self._decode_inputs[num_seqs] = ModelInput(
+                input_ids=buffers["input_ids"][:num_seqs],
+                positions=buffers["positions"][:num_seqs],
+                slot_mapping=buffers["slot_mapping"][:num_seqs],
+                attention=AttentionBatch(
+                    query_start_loc=buffers["query_start_loc"][: num_seqs + 1],
+                    seq_lens=buffers["seq_lens"][:num_seqs],
+                    block_table=self._decode_table[:num_seqs],
+                    num_decodes=num_seqs,
+                    max_query_len=1,
+                    # Whoever captures work on it must be right for the longest there can be.
+                    max_seq_len=max_seq_len,
+                    query_start_loc_host=torch.arange(num_seqs + 1, dtype=torch.int32),
+                    seq_lens_host=torch.full((num_seqs,), max_seq_len, dtype=torch.int32),
+                ),
+                sampling_tokens=None,
+            )
+        staging = self._next_set()
+        self._pad(staging, 0, num_seqs)
+        self._stage_padded(staging, num_seqs)
+        staging.fence = self._device.fence()
+        return inputs
+
+    def build(self, plan: StepPlan, pad_to: int = 0) -> StepBatch:
+        """plan.seqs is not empty, and the rows have applied the plan.
+
+        pad_to: makes decode_inputs(pad_to) of a plan that only decodes, no more sequences
+        than that: sequences without tokens follow, which write nothing.
+        """
         num_seqs = len(plan.seqs)
         assert 0 < num_seqs <= self._max_num_seqs, num_seqs
-        staging = self._sets[self._turn]
-        self._turn = (self._turn + 1) % len(self._sets)
-        staging.wait()
+        staging = self._next_set()
 
         rows = np.array([seq.row for seq in plan.seqs])
         computed = np.array([seq.num_computed_tokens for seq in plan.seqs])
@@ -76,20 +131,52 @@ class BatchBuilder:
         assert (samples == (computed + new == self._rows.num_tokens[rows])).all(), plan
 
         late = self._fill_tokens(staging, rows, computed, new, ends)
-        attention = self._fill_attention(staging, rows, computed + new, new, ends)
+        table = self._fill_attention(staging, rows, computed + new, ends)
         all_sample = bool(samples.all()) and num_tokens == num_seqs
-        sampling_tokens = None if all_sample else staging.long("sampling_tokens", ends[samples] - 1)
+        if pad_to:
+            assert all_sample, plan
+            inputs = self._decode_inputs[pad_to]
+            self._pad(staging, num_seqs, pad_to)
+            self._stage_padded(staging, pad_to)
+            assert self._decode_table is not None
+            self._decode_table[:num_seqs, : table.shape[1]].copy_(table)
+        else:
+            inputs = ModelInput(
+                input_ids=staging.take("input_ids", num_tokens),
+                positions=staging.take("positions", num_tokens),
+                slot_mapping=staging.take("slot_mapping", num_tokens),
+                attention=self._attention(staging, table, computed + new, new),
+                sampling_tokens=(
+                    None if all_sample else staging.long("sampling_tokens", ends[samples] - 1)
+                ),
+            )
         sampling_rows = rows[samples]
-        inputs = ModelInput(
-            input_ids=staging.take("input_ids", num_tokens),
-            positions=staging.take("positions", num_tokens),
-            slot_mapping=staging.take("slot_mapping", num_tokens),
-            attention=attention,
-            sampling_tokens=sampling_tokens,
-        )
+        sampling_rows_there = staging.long("sampling_rows", sampling_rows)
         sampling = self._fill_sampling(staging, sampling_rows) if len(sampling_rows) else None
         staging.fence = self._device.fence()
-        return StepBatch(inputs, sampling, sampling_rows, late)
+        return StepBatch(inputs, sampling, sampling_rows, sampling_rows_there, late)
+
+    def _next_set(self) -> _StagingSet:
+        staging = self._sets[self._turn]
+        self._turn = (self._turn + 1) % len(self._sets)
+        staging.wait()
+        return staging
+
+    @staticmethod
+    def _pad(staging: _StagingSet, num_seqs: int, pad_to: int) -> None:
+        """Sequences [num_seqs, pad_to) get a token each that is none."""
+        arrays = staging.arrays
+        arrays["input_ids"][num_seqs:pad_to] = 0
+        arrays["positions"][num_seqs:pad_to] = 0
+        arrays["slot_mapping"][num_seqs:pad_to] = -1
+        arrays["seq_lens"][num_seqs:pad_to] = 0
+        arrays["query_start_loc"][num_seqs : pad_to + 1] = np.arange(num_seqs, pad_to + 1)
+
+    @staticmethod
+    def _stage_padded(staging: _StagingSet, pad_to: int) -> None:
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
+            staging.take(name, pad_to)
+        staging.take("query_start_loc", pad_to + 1)
 
     def _fill_tokens(
         self,
@@ -125,9 +212,9 @@ class BatchBuilder:
         staging: _StagingSet,
         rows: np.ndarray,
         seq_lens: np.ndarray,
-        new: np.ndarray,
         ends: np.ndarray,
-    ) -> AttentionBatch:
+    ) -> torch.Tensor:
+        """Returns the block table on the device, as wide as the longest sequence."""
         num_seqs = len(rows)
         width = -(-int(seq_lens.max()) // self._rows.block_size)
         starts = staging.arrays["query_start_loc"]
@@ -136,12 +223,19 @@ class BatchBuilder:
         staging.arrays["seq_lens"][:num_seqs] = seq_lens
         table = staging.arrays["block_table"][: num_seqs * width].reshape(num_seqs, width)
         table[:] = self._rows.block_table[rows, :width]
+        return staging.take("block_table", num_seqs * width).view(num_seqs, width)
+
+    @staticmethod
+    def _attention(
+        staging: _StagingSet, table: torch.Tensor, seq_lens: np.ndarray, new: np.ndarray
+    ) -> AttentionBatch:
+        num_seqs = len(new)
         is_chunk = new > 1
         num_decodes = int(is_chunk.argmax()) if is_chunk.any() else num_seqs
         return AttentionBatch(
             query_start_loc=staging.take("query_start_loc", num_seqs + 1),
             seq_lens=staging.take("seq_lens", num_seqs),
-            block_table=staging.take("block_table", num_seqs * width).view(num_seqs, width),
+            block_table=table,
             num_decodes=num_decodes,
             max_query_len=int(new.max()),
             max_seq_len=int(seq_lens.max()),
@@ -174,35 +268,50 @@ class BatchBuilder:
         )
 
 
+def _layout(
+    max_num_seqs: int, max_num_tokens: int, max_blocks: int
+) -> dict[str, tuple[int, torch.dtype]]:
+    """(elements, type) of every buffer, by name."""
+    layout = {
+        "query_start_loc": (max_num_seqs + 1, torch.int32),
+        "block_table": (max_num_seqs * max_blocks, torch.int32),
+    }
+    for name in ("input_ids", "positions", "slot_mapping"):
+        layout[name] = (max_num_tokens, torch.int64)
+    per_seq = {
+        "seq_lens": torch.int32,
+        "sampling_tokens": torch.int64,
+        "sampling_rows": torch.int64,
+        "late_tokens": torch.int64,
+        "late_rows": torch.int64,
+        "temperature": torch.float32,
+        "top_k": torch.int32,
+        "top_p": torch.float32,
+        "min_p": torch.float32,
+        "seed": torch.int64,
+        "position": torch.int64,
+        "sample_index": torch.int32,
+    }
+    for name, dtype in per_seq.items():
+        layout[name] = (max_num_seqs, dtype)
+    return layout
+
+
 class _StagingSet:
     """Host buffers by name, as torch tensors and as numpy views of the same memory."""
 
     def __init__(
-        self, device: Device, max_num_seqs: int, max_num_tokens: int, max_blocks: int
+        self,
+        device: Device,
+        layout: dict[str, tuple[int, torch.dtype]],
+        buffers: dict[str, torch.Tensor],
     ) -> None:
-        per_token = ("input_ids", "positions", "slot_mapping")
-        per_seq = {
-            "seq_lens": torch.int32,
-            "sampling_tokens": torch.int64,
-            "late_tokens": torch.int64,
-            "late_rows": torch.int64,
-            "temperature": torch.float32,
-            "top_k": torch.int32,
-            "top_p": torch.float32,
-            "min_p": torch.float32,
-            "seed": torch.int64,
-            "position": torch.int64,
-            "sample_index": torch.int32,
-        }
+        """buffers: those on the device."""
         self._device = device
+        self._buffers = buffers
         self.tensors = {
-            "query_start_loc": device.host_buffer([max_num_seqs + 1], torch.int32),
-            "block_table": device.host_buffer([max_num_seqs * max_blocks], torch.int32),
+            name: device.host_buffer([size], dtype) for name, (size, dtype) in layout.items()
         }
-        for name in per_token:
-            self.tensors[name] = device.host_buffer([max_num_tokens], torch.int64)
-        for name, dtype in per_seq.items():
-            self.tensors[name] = device.host_buffer([max_num_seqs], dtype)
         self.arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         self.fence: Fence | None = None
 
@@ -212,7 +321,8 @@ class _StagingSet:
             self.fence.wait()
 
     def take(self, name: str, length: int) -> torch.Tensor:
-        return self._device.stage(self.tensors[name][:length])
+        """Its first elements, where the device reads them."""
+        return self._device.stage(self.tensors[name][:length], self._buffers[name][:length])
 
     def long(self, name: str, values: np.ndarray) -> torch.Tensor:
         self.arrays[name][: len(values)] = values

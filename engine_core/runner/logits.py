@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine_core.runner.penalties import Penalties
-from engine_core.runner.per_row import PerRow, flat_index
+from engine_core.runner.per_row import PerRow, flat_index, token_lists, upload
 from engine_core.runner.structured import StructuredOutputs
 from engine_core.sched.plan import NO_TOKEN
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine_core.runner.rows import Rows
     from engine_core.sched.plan import NewSeq, StepPlan
+    from kernels.ops import Ops
 
 _BANNED = float("-inf")
 
@@ -41,7 +42,7 @@ class ProcessedLogits(NamedTuple):
         """sampled [S], drawn from these logits, with NO_TOKEN where all were banned."""
         if not self.banning:
             return sampled
-        places = torch.tensor(self.banning, device=sampled.device)
+        places = upload(np.array(self.banning), sampled.device)
         ids = sampled[places]
         # A banned id is drawn only where there is no other.
         dead = self.logits[places, ids] == _BANNED
@@ -57,6 +58,8 @@ class LogitsProcessor(Protocol):
 
     bans: bool
     """Whether it can leave a row without a token."""
+    reads_ids: bool
+    """Whether it looks at the ids that a row has drawn; else at their number at most."""
 
     def admit(self, new: NewSeq) -> bool:
         """Whether the sequence asks for it; if so, it is remembered until forget()."""
@@ -74,28 +77,39 @@ class LogitsProcessor(Protocol):
 class LogitsProcessors:
     """All processors in their order, over the rows of a runner."""
 
-    def __init__(self, history: Rows, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, history: Rows, eos_token_ids: tuple[int, ...], ops: Ops) -> None:
         self._processors: tuple[LogitsProcessor, ...] = (
-            StructuredOutputs(history),
+            StructuredOutputs(history, eos_token_ids),
             AllowedTokens(),
             BadWords(history),
             MinTokens(history, eos_token_ids),
-            LogitBias(),
-            Penalties(history),
+            LogitBias(ops),
+            Penalties(history, ops),
         )
         self._asking: set[int] = set()
 
     def follow(self, plan: StepPlan) -> None:
         """Forgets freed rows and admits new ones, as Rows.apply does."""
         for row in plan.freed_rows:
-            if row in self._asking:
-                self._asking.discard(row)
-                for processor in self._processors:
-                    processor.forget(row)
+            self.release(row)
         for new in plan.new_seqs:
             # A list, because each one has to see the sequence.
             if any([processor.admit(new) for processor in self._processors]):  # noqa: C419
                 self._asking.add(new.row)
+
+    def release(self, row: int) -> None:
+        """The row asks for nothing any more, if it ever did."""
+        if row in self._asking:
+            self._asking.discard(row)
+            for processor in self._processors:
+                processor.forget(row)
+
+    def read_ids_of(self, rows: np.ndarray) -> bool:
+        """Whether process() has to look at ids that any of these rows has drawn."""
+        return self.concern(rows) and any(
+            processor.reads_ids and any(map(processor.holds, rows.tolist()))
+            for processor in self._processors
+        )
 
     def concern(self, rows: np.ndarray) -> bool:
         """Whether process() has anything to do for these rows."""
@@ -104,7 +118,7 @@ class LogitsProcessors:
     def process(self, logits: torch.Tensor, rows: np.ndarray) -> ProcessedLogits:
         """logits [S, V] of any float type, not changed; rows [S].
 
-        Every id of the rows that ask must be known on the host.
+        Where read_ids_of() says so, every id of theirs must be known on the host.
         """
         if not self.concern(rows):
             return ProcessedLogits(logits)
@@ -122,6 +136,8 @@ class LogitsProcessors:
 class AllowedTokens(PerRow[np.ndarray]):
     """Bans all ids but those listed."""
 
+    reads_ids = False
+
     def admit(self, new: NewSeq) -> bool:
         allowed = new.sampling.allowed_token_ids
         if allowed is None:
@@ -134,7 +150,7 @@ class AllowedTokens(PerRow[np.ndarray]):
         index = flat_index(logits, [(at, allowed) for at, _, allowed in present])
         flat = logits.view(-1)
         kept = flat.index_select(0, index)
-        logits[torch.tensor([at for at, _, _ in present], device=logits.device)] = _BANNED
+        logits[upload(np.array([at for at, _, _ in present]), logits.device)] = _BANNED
         flat.scatter_(0, index, kept)
 
 
@@ -192,6 +208,8 @@ class _Floor(NamedTuple):
 class MinTokens(PerRow[_Floor]):
     """Bans EOS and stop ids until the output has min_tokens ids."""
 
+    reads_ids = False
+
     def __init__(self, history: Rows, eos_token_ids: tuple[int, ...]) -> None:
         super().__init__()
         self._history = history
@@ -226,6 +244,11 @@ class LogitBias(PerRow[_Bias]):
     """Adds to the logits of single ids."""
 
     bans = False
+    reads_ids = False
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
 
     def admit(self, new: NewSeq) -> bool:
         bias = new.sampling.logit_bias
@@ -237,6 +260,6 @@ class LogitBias(PerRow[_Bias]):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
         present = self._present(rows)
-        index = flat_index(logits, [(at, bias.ids) for at, _, bias in present])
+        ids = token_lists([(at, bias.ids) for at, _, bias in present], logits.device)
         values = np.concatenate([bias.values for _, _, bias in present])
-        logits.view(-1)[index] += torch.from_numpy(values).to(logits.device)
+        self._ops.add_logit_bias(logits, ids, upload(values, logits.device))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from engine_core.runner.per_row import upload
 from engine_core.runner.rows import NOT_ASKED
 from engine_core.sched.plan import PromptChunk, StepLogprobs
 from pagewire.wire.messages import PositionLogprobs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from engine_core.model.decoder import DecoderModel
     from engine_core.runner.rows import Rows
     from engine_core.sched.plan import StepPlan
+    from kernels.ops import Ops
 
 SLICE_ELEMENTS = 1 << 22
 """Logits that are held in float32 at once: 16 MiB, and four times that beside them to sort."""
@@ -37,27 +39,30 @@ class Report(NamedTuple):
     """[N, 1 + top] int64: the token's rank, then the likeliest ones' ids."""
 
 
-def report(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Report:
+def report(ops: Ops, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Report:
     """logits [N, V] of any float type and token_ids [N] int64 -> Report.
 
     Of equally likely tokens the lower id comes first. A rank is 1 + the number
     of tokens that are strictly likelier, so equally likely tokens share one.
     """
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    own = logprobs.gather(1, token_ids.unsqueeze(1))
-    rank = 1 + (logprobs > own).sum(dim=1, keepdim=True)
-    if top == 0:
-        return Report(own, rank)
+    told = ops.token_logprobs(logits, token_ids, with_all=top > 0)
+    own, ranks = told.values.unsqueeze(1), told.ranks.unsqueeze(1)
+    logprobs = told.all_values
+    if logprobs is None:
+        return Report(own, ranks)
     ids = _top_ids(logprobs, top)
-    return Report(torch.cat([own, logprobs.gather(1, ids)], dim=1), torch.cat([rank, ids], dim=1))
+    return Report(torch.cat([own, logprobs.gather(1, ids)], dim=1), torch.cat([ranks, ids], dim=1))
 
 
 def _top_ids(logprobs: torch.Tensor, top: int) -> torch.Tensor:
     """[N, V] float32 -> [N, top] int64.
 
     topk leaves open which of equal values it takes, and in which order. Ties
-    that reach beyond the last place are rare in float32 and dear to settle.
+    that reach beyond the last place are rare in float32 and dear to settle; but
+    where the device works by itself, to ask it for them would be dearer.
     """
+    if logprobs.device.type != "cpu":
+        return _top_ids_with_ties(logprobs, top)
     values, ids = logprobs.topk(top, dim=1)
     if ((logprobs >= values[:, -1:]).sum(dim=1) > top).any():
         return _top_ids_with_ties(logprobs, top)
@@ -76,12 +81,12 @@ def _top_ids_with_ties(logprobs: torch.Tensor, top: int) -> torch.Tensor:
     return vocab_size - 1 - (keys.topk(top, dim=1).values & 0xFFFF_FFFF)
 
 
-def sliced_report(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Report:
+def sliced_report(ops: Ops, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Report:
     """report() in slices of bounded memory."""
     step = slice_len(logits.shape[1])
     return _cat(
         [
-            report(logits[i : i + step], token_ids[i : i + step], top)
+            report(ops, logits[i : i + step], token_ids[i : i + step], top)
             for i in range(0, logits.shape[0], step)
         ]
     )
@@ -117,8 +122,9 @@ class StepReporter:
     Made once the rows have applied the plan, while sampled ids are not yet appended.
     """
 
-    def __init__(self, plan: StepPlan, rows: Rows, device: Device) -> None:
+    def __init__(self, plan: StepPlan, rows: Rows, device: Device, ops: Ops) -> None:
         self._device = device
+        self._ops = ops
         self._asking: list[int] = []
         """[A] indices into the step's sampled tokens."""
         self._rows: list[int] = []
@@ -156,7 +162,7 @@ class StepReporter:
         reports = []
         for i in range(0, len(tokens), step):
             logits = model.logits(hidden, tokens[i : i + step])
-            reports.append(report(logits, targets[i : i + step], top))
+            reports.append(report(self._ops, logits, targets[i : i + step], top))
         self._prompt = _PendingReport(_cat(reports), self._device)
 
     def keep(self, logits: torch.Tensor) -> None:
@@ -170,7 +176,8 @@ class StepReporter:
             return
         top = min(max(self._tops), self._raw.shape[1])
         token_ids = sampled[self._upload(self._asking)]
-        self._output = _PendingReport(sliced_report(self._raw, token_ids, top), self._device)
+        told = sliced_report(self._ops, self._raw, token_ids, top)
+        self._output = _PendingReport(told, self._device)
         self._raw = None
 
     def result(self, sampled_ids: Sequence[int]) -> StepLogprobs | None:
@@ -201,7 +208,7 @@ class StepReporter:
         return chunks
 
     def _upload(self, values: np.ndarray | list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, np.int64)).to(self._device.torch_device)
+        return upload(np.asarray(values, np.int64), self._device.torch_device)
 
 
 def _parts(plan: StepPlan, rows: Rows) -> list[_Part]:

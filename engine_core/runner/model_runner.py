@@ -9,15 +9,17 @@ import torch
 
 from engine_core.kv.restore_policy import MeasuredCosts
 from engine_core.runner.batch import BatchBuilder
+from engine_core.runner.graphs import DecodeGraphs
 from engine_core.runner.logits import LogitsProcessors
 from engine_core.runner.logprobs import StepReporter
 from engine_core.runner.offload import NO_TIMES
+from engine_core.runner.per_row import upload
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows
 from engine_core.sched.plan import StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine_core.device.base import Device, Fetch
     from engine_core.model.decoder import DecoderModel
@@ -57,8 +59,10 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         host_kv: HostKV | None = None,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
-        """host_kv: where plans offload KV blocks to; without it they have no such moves."""
+        """host_kv: where plans offload KV blocks to; without it they have no such moves.
+        graph_sizes: of decode batches that are captured, ascending, on a device that can."""
         self._model = model
         self._ops = ops
         self._device = device
@@ -66,7 +70,9 @@ class ModelRunner:
         self._host_kv = host_kv
         self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
         self._builder = BatchBuilder(self._rows, device, max_num_seqs, max_num_batched_tokens)
-        self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids)
+        self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids, ops)
+        self._graph_sizes = graph_sizes
+        self._graphs = DecodeGraphs(model, device, kv_caches, self._builder, ())
         self._unread: list[PendingModelStep] = []
         """Steps whose ids may still be on the device only."""
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -78,10 +84,14 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """One step of each kind, so that the first request does not pay for first calls."""
+        """One step of each kind, so that the first request does not pay for first calls,
+        and the graphs."""
         for num_seqs in (1, _WARM_UP_TOKENS):
             num_tokens = min(_WARM_UP_TOKENS, self._max_num_batched_tokens)
             run_dummy_step(self._model, self._ops, self._kv_caches, num_tokens, num_seqs)
+        self._graphs = DecodeGraphs(
+            self._model, self._device, self._kv_caches, self._builder, self._graph_sizes
+        )
 
     def measure_kv_costs(self) -> MeasuredCosts:
         """What restoring a block from host_kv takes, and what computing a token does."""
@@ -100,29 +110,37 @@ class ModelRunner:
         self._processors.follow(plan)
         if not plan.seqs:
             return PendingModelStep(self._rows, np.empty(0, np.int64), None, None)
-        batch = self._builder.build(plan)
+        # Decodes come first, so that the last one tells of all.
+        last = plan.seqs[-1]
+        decodes = last.samples and last.num_new_tokens == 1
+        graph_size = self._graphs.size_for(len(plan.seqs)) if decodes else 0
+        batch = self._builder.build(plan, graph_size)
         if batch.late is not None:
             assert self._last_ids is not None
             batch.inputs.input_ids[batch.late.tokens] = self._last_ids[batch.late.rows]
         times = self._move_tiers(plan.moves)
         self._copy_blocks(plan.moves.copy)
-        reporter = StepReporter(plan, self._rows, self._device)
-        hidden = self._model.hidden_states(batch.inputs, self._kv_caches)
+        reporter = StepReporter(plan, self._rows, self._device, self._ops)
+        if graph_size:
+            hidden = self._graphs.replay(graph_size)[: len(plan.seqs)]
+        else:
+            hidden = self._model.hidden_states(batch.inputs, self._kv_caches)
         reporter.read_prompts(self._model, hidden)
         if batch.sampling is None:
-            return PendingModelStep(self._rows, batch.sampling_rows, None, reporter, times)
+            return PendingModelStep(self._rows, batch.sampling_rows, None, reporter, times=times)
         logits = self._model.logits(hidden, batch.inputs.sampling_tokens)
         reporter.keep(logits)
-        if self._processors.concern(batch.sampling_rows):
+        if self._processors.read_ids_of(batch.sampling_rows):
             self._read_all()
         processed = self._processors.process(logits, batch.sampling_rows)
         sampled = self._ops.sample(processed.logits, batch.sampling)
         reporter.read_sampled(sampled)
         if self._last_ids is not None:
-            rows = torch.from_numpy(batch.sampling_rows).to(self._device.torch_device)
-            self._last_ids[rows] = sampled
+            self._last_ids[batch.sampling_rows_there] = sampled
         fetch = self._device.fetch(processed.mark_dead_ends(sampled))
-        pending = PendingModelStep(self._rows, batch.sampling_rows, fetch, reporter, times)
+        pending = PendingModelStep(
+            self._rows, batch.sampling_rows, fetch, reporter, self._processors.release, times
+        )
         if self._device.is_synchronous:
             pending.result()
         else:
@@ -140,9 +158,9 @@ class ModelRunner:
         """The device runs it after all earlier steps and before this one, as its stream says."""
         if not copies:
             return
-        pairs = torch.tensor(copies, device=self._device.torch_device)
+        sources, targets = upload(np.array(copies).T, self._device.torch_device)
         for k_cache, v_cache in self._kv_caches:
-            self._ops.copy_blocks(k_cache, v_cache, *pairs.T.contiguous())
+            self._ops.copy_blocks(k_cache, v_cache, sources, targets)
 
     def _read_all(self) -> None:
         """Waits for the ids that earlier steps have drawn: penalties and bad words
@@ -161,9 +179,12 @@ class PendingModelStep:
         sampling_rows: np.ndarray,
         fetch: Fetch | None,
         reporter: StepReporter | None,
+        release: Callable[[int], None] | None = None,
         times: MoveTimes = NO_TIMES,
     ) -> None:
+        """release: told each row that has drawn NO_TOKEN, and with which its request ends."""
         self._rows = rows
+        self._release = release
         self._sampling_rows = sampling_rows
         self._fetch = fetch
         self._reporter = reporter
@@ -183,7 +204,12 @@ class PendingModelStep:
             ids: tuple[int, ...] = ()
             if self._fetch is not None:
                 fetched = self._fetch.wait().numpy()
-                self._rows.resolve(self._sampling_rows, self._tenancy, self._positions, fetched)
+                dead = self._rows.resolve(
+                    self._sampling_rows, self._tenancy, self._positions, fetched
+                )
+                if self._release is not None:
+                    for row in dead.tolist():
+                        self._release(row)
                 ids = tuple(fetched.tolist())
             logprobs = None if self._reporter is None else self._reporter.result(ids)
             self._result = StepResult(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+
+from engine_core.runner.per_row import upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,7 +96,7 @@ class HostKV:
     def _offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         for block_ids, host_ids in self._batches(pairs):
             staged = self._staging[: len(host_ids)]
-            index = torch.tensor(block_ids, device=self._device.torch_device)
+            index = upload(np.array(block_ids), self._device.torch_device)
             for layer, cache in enumerate(self._caches):
                 staged[:, layer] = cache.index_select(0, index)
             for at, host_id in enumerate(host_ids):
@@ -104,7 +107,7 @@ class HostKV:
             staged = self._staging[: len(host_ids)]
             for at, host_id in enumerate(host_ids):
                 staged[at].copy_(self.blocks[host_id], non_blocking=True)
-            index = torch.tensor(block_ids, device=self._device.torch_device)
+            index = upload(np.array(block_ids), self._device.torch_device)
             for layer, cache in enumerate(self._caches):
                 cache.index_copy_(0, index, staged[:, layer])
 

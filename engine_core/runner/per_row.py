@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 import torch
 
+from kernels.ops import TokenLists
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,6 +19,7 @@ class PerRow(Generic[_S]):
     """The rows that asked for one thing, each with its state."""
 
     bans = True
+    reads_ids = True
 
     def __init__(self) -> None:
         self._states: dict[int, _S] = {}
@@ -33,8 +36,29 @@ class PerRow(Generic[_S]):
         return [(at, row, states[row]) for at, row in enumerate(rows) if row in states]
 
 
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The values on the device, without waiting for it.
+
+    A copy from memory that is not pinned would wait for all that is queued. torch keeps
+    pinned blocks and hands them out again once the copy is done, so this allocates only
+    until there are enough.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
 def flat_index(logits: torch.Tensor, ids: Sequence[tuple[int, np.ndarray]]) -> torch.Tensor:
     """[K] int64 into logits.view(-1), from (place in the batch, ids there)."""
     width = logits.shape[1]
     index = np.concatenate([at * width + there for at, there in ids])
-    return torch.from_numpy(index).to(logits.device)
+    return upload(index, logits.device)
+
+
+def token_lists(lists: Sequence[tuple[int, np.ndarray]], device: torch.device) -> TokenLists:
+    """From (place in the batch, ids there [..] int64), in one copy."""
+    sizes = [len(ids) for _, ids in lists]
+    rows = np.array([at for at, _ in lists], np.int64)
+    starts = np.cumsum([0, *sizes], dtype=np.int64)
+    together = upload(np.concatenate([rows, starts, *[ids for _, ids in lists]]), device)
+    parts = torch.split(together, [len(rows), len(starts), int(starts[-1])])
+    return TokenLists(parts[0], parts[1], parts[2], longest=max(sizes, default=0))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from engine_core.model.inputs import ModelInput
 from engine_core.runner.logprobs import sliced_report
-from kernels.ops import AttentionBatch, SamplingBatch
+from engine_core.runner.per_row import token_lists
+from kernels.ops import AttentionBatch, PenaltyBatch, SamplingBatch
 from pagewire.types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -64,8 +66,14 @@ def run_dummy_step(
     raw = logits.clone()  # as if every row wanted logprobs
     sampled = ops.sample(logits, _sampling_batch(num_seqs, device))
     # Penalties and masks work on a float32 copy.
-    ops.sample(logits.to(torch.float32, copy=True), _sampling_batch(num_seqs, device))
-    sliced_report(raw, sampled, min(MAX_LOGPROBS, raw.shape[1]))
+    processed = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    known = token_lists([(at, np.zeros(1, np.int64)) for at in range(num_seqs)], device)
+    ones = torch.ones(num_seqs, device=device)
+    ops.add_logit_bias(processed, known, ones)
+    ops.apply_penalties(processed, PenaltyBatch(known, ones, ones, ones, ones))
+    ops.sample(processed, _sampling_batch(num_seqs, device))
+    for top in (0, min(MAX_LOGPROBS, raw.shape[1])):
+        sliced_report(ops, raw, sampled, top)
 
 
 def _sampling_batch(num: int, device: torch.device) -> SamplingBatch:

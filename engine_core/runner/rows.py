@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine_core.sched.plan import NO_TOKEN
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -120,7 +122,12 @@ class Rows:
 
     def resolve(
         self, rows: np.ndarray, tenancy: np.ndarray, positions: np.ndarray, token_ids: np.ndarray
-    ) -> None:
-        """Sets the id at a position of each row that still has the same tenant."""
-        live = (self.tenancy[rows] == tenancy) & (positions < self.token_ids.shape[1])
-        self.token_ids[rows[live], positions[live]] = token_ids[live]
+    ) -> np.ndarray:
+        """Sets the id at a position of each row that still has the same tenant. Returns the
+        rows of those whose id is NO_TOKEN: what they draw from here on is dropped, and any
+        id does to draw it from."""
+        same = self.tenancy[rows] == tenancy
+        live = same & (positions < self.token_ids.shape[1])
+        self.token_ids[rows[live], positions[live]] = np.maximum(token_ids[live], 0)
+        dead: np.ndarray = rows[same & (token_ids == NO_TOKEN)]
+        return dead

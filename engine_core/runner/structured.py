@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from engine_core.runner.per_row import PerRow
+from engine_core.runner.per_row import PerRow, upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from engine_core.grammar.grammar import Follower
     from engine_core.runner.rows import Rows
@@ -27,22 +28,29 @@ class _Constrained:
     num_fed: int
     """Ids of the row that the follower is past, the prompt's among them."""
     mask_words: int
+    ends: frozenset[int]
+    ended: bool = False
+    """By the last id fed: what is drawn beyond it is dropped, and needs no mask."""
     failed: bool = False
 
 
 class StructuredOutputs(PerRow[_Constrained]):
     """Bans what the grammar has no place for. Only the output is read, never the prompt."""
 
-    def __init__(self, history: Rows) -> None:
+    def __init__(self, history: Rows, eos_token_ids: tuple[int, ...]) -> None:
         super().__init__()
         self._history = history
+        self._eos_token_ids = eos_token_ids
 
     def admit(self, new: NewSeq) -> bool:
         grammar = new.grammar
         if grammar is None:
             return False
         self._states[new.row] = _Constrained(
-            grammar.start(), new.num_prompt_tokens, grammar.mask_words
+            grammar.start(),
+            new.num_prompt_tokens,
+            grammar.mask_words,
+            frozenset((*self._eos_token_ids, *new.sampling.stop_token_ids)),
         )
         return True
 
@@ -52,24 +60,29 @@ class StructuredOutputs(PerRow[_Constrained]):
         masks = np.zeros((len(present), max(state.mask_words for _, _, state in present)), np.int32)
         for mask, (_, row, state) in zip(masks, present, strict=True):
             self._catch_up(row, state)
+            if state.ended:
+                mask[:] = -1
+                continue
             state.follower.fill_mask(mask[: state.mask_words])
             self._report_failure(state)
         banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
         banned = banned[:, : logits.shape[1]].view(np.bool_)
         places = [at for at, _, _ in present]
-        ban = torch.from_numpy(banned).to(logits.device)
+        ban = upload(banned, logits.device)
         if len(places) == logits.shape[0]:
             logits.masked_fill_(ban, float("-inf"))
         else:
-            index = torch.tensor(places, device=logits.device)
+            index = upload(np.array(places), logits.device)
             logits[index] = logits[index].masked_fill_(ban, float("-inf"))
 
     def _catch_up(self, row: int, state: _Constrained) -> None:
         num_tokens = int(self._history.num_tokens[row])
         fresh = self._history.token_ids[row, state.num_fed : num_tokens].tolist()
         assert min(fresh, default=0) >= 0, (row, fresh)
-        state.follower.consume(fresh)
         state.num_fed = num_tokens
+        state.ended = bool(fresh) and fresh[-1] in state.ends
+        if not state.ended:
+            state.follower.consume(fresh)
 
     def _report_failure(self, state: _Constrained) -> None:
         error = state.follower.error

@@ -44,7 +44,7 @@ class Draft:
 
     def add(self, request: Request, num_new: int, new_block_ids: tuple[int, ...]) -> None:
         computed = request.num_computed_tokens
-        samples = computed + num_new == len(request.token_ids)
+        samples = computed + num_new == len(request.token_ids) + request.num_unread
         seq = SeqStep(request.row, computed, num_new, new_block_ids, samples)
         self.budget -= num_new
         if samples and num_new == 1:

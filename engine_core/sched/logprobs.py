@@ -57,7 +57,7 @@ def take_logprobs(
     """Sorts a step's logprobs by request, before its tokens are taken in.
 
     requests is parallel to seqs. Those that nobody waits for any more, or that
-    have drawn NO_TOKEN, are passed over.
+    have drawn NO_TOKEN, are passed over; what was preempted after it has drawn is not.
     """
     logprobs = result.logprobs
     if logprobs is None:
@@ -66,7 +66,11 @@ def take_logprobs(
     drawn = []
     for request, seq in zip(requests, seqs, strict=True):
         # Those of a beam are its candidates.
-        if request.status is not Status.RUNNING or request.group is not None:
+        if request.group is not None:
+            continue
+        if request.status is not Status.RUNNING and not (
+            seq.samples and request.status is Status.PREEMPTED
+        ):
             continue
         collected = request.prompt_logprobs
         chunk = logprobs.prompt.get(seq.row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,9 +11,10 @@ from engine_core.request import Request, Status
 from engine_core.sched.draft import Draft
 from engine_core.sched.limits import SchedulerLimits
 from engine_core.sched.logprobs import take_logprobs
+from engine_core.sched.outcome import StepOutcome
 from engine_core.sched.plan import NO_MOVES, NO_TOKEN, NewSeq, StepPlan, StepResult
 from engine_core.sched.policy import FairPolicy
-from engine_core.sched.stop import end_status, has_room
+from engine_core.sched.stop import end_status, has_room, is_ending
 from pagewire.types import FinishReason
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from engine_core.kv.manager import Fork, KVManager, PrefixHit
     from engine_core.sched.beam_group import BeamGroup, Entry
-    from engine_core.sched.logprobs import DrawnLogprobs
     from engine_core.sched.policy import Policy
     from pagewire.wire.messages import PositionLogprobs
 
@@ -30,24 +30,6 @@ __all__ = ["Scheduler", "SchedulerLimits", "StepOutcome"]
 
 _NOTHING_DRAWN = (-1, -1)
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What a step did for the requests that nobody ended from outside meanwhile."""
-
-    started: list[Request] = field(default_factory=list)
-    """Left the queue for the first time."""
-    sampled: list[Request] = field(default_factory=list)
-    """Drew a token; parallel to token_ids."""
-    token_ids: list[int] = field(default_factory=list)
-    searched: list[Request] = field(default_factory=list)
-    """Leaders of beam searches, once for each of their beams that drew."""
-    finished: list[Request] = field(default_factory=list)
-    dead_ends: list[Request] = field(default_factory=list)
-    """FAILED: their masks left no token to draw."""
-    logprobs: list[DrawnLogprobs] = field(default_factory=list)
-    """Of those among `sampled` that asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +49,12 @@ class Scheduler:
     2024); paged KV with preemption by recompute is of PagedAttention (Kwon et
     al., SOSP 2023).
 
-    schedule() and update() alternate, once a step. add() and finish() may come
-    between any of them. The most senior running request is never preempted
-    and fits the pool alone, so every step brings somebody nearer to the end.
+    A plan may be made before the result of the last one is read, so that the device does
+    not wait for the host: ids are counted when their plan is made, and read by update().
+    What ends a request is then known one step late, unless it is its length; the token
+    that such a step draws for it is dropped. add() and finish() may come between any of
+    the calls. The most senior running request is never preempted and fits the pool alone,
+    so every step brings somebody nearer to the end.
     """
 
     def __init__(
@@ -129,8 +114,10 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Decides the next step. A plan without seqs needs not be launched.
 
-        now: seconds of the engine's monotonic clock.
+        now: seconds of the engine's monotonic clock. At most one plan may be without its
+        update().
         """
+        assert len(self._in_flight) <= 1, sorted(self._in_flight)
         draft = Draft(budget=self.limits.max_num_batched_tokens)
         self._enter_forks(draft)
         self._grow_decodes(draft)
@@ -142,14 +129,14 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
-        """Takes in what a launched plan has computed.
+        """Takes in what a launched plan has computed; plans come in their order.
 
         result must have one id for each seq of the plan that samples, in order.
         """
         in_flight = self._in_flight.pop(plan.step)
         register = self.kv_manager.register_computed
-        running = Status.RUNNING
-        started = [request for request in in_flight.started if request.status is running]
+        running, preempted = Status.RUNNING, Status.PREEMPTED
+        started = [request for request in in_flight.started if not request.is_finished]
         outcome = StepOutcome(started)
         outcome.logprobs = take_logprobs(in_flight.requests, plan.seqs, result)
         drawn = iter(zip(result.rows, result.token_ids, strict=True))
@@ -158,17 +145,20 @@ class Scheduler:
             if seq.samples:
                 row, token_id = next(drawn, _NOTHING_DRAWN)
                 assert row == seq.row, (plan.step, row, seq.row)
-            if request.status is not running:
+            status, group = request.status, request.group
+            if status is running:
+                register(request.table, seq.num_computed_tokens + seq.num_new_tokens)
+            elif status is not preempted:
                 continue
-            register(request.table, seq.num_computed_tokens + seq.num_new_tokens)
             if token_id is None:
                 continue
-            if request.group is None:
+            if group is None:
+                request.num_unread -= 1
                 self._take_token(request, token_id, now, outcome)
-            else:
+            elif status is running:
                 assert result.logprobs is not None
                 candidates = result.logprobs.output[seq.row]
-                self._take_candidates(request, request.group, candidates, now, outcome)
+                self._take_candidates(request, group, candidates, now, outcome)
         assert next(drawn, None) is None, f"step {plan.step} has drawn more than was asked"
         self.total_output_tokens += len(outcome.token_ids)
         self.policy.drawn([*outcome.sampled, *outcome.searched])
@@ -196,6 +186,8 @@ class Scheduler:
             assert not request.table.blocks, request
             assert request.row == -1, request
             assert request.num_computed_tokens == 0, request
+        unread = [request.num_unread for request in (*self.running, *self.waiting)]
+        assert max(unread, default=0) <= len(self._in_flight), (unread, self._in_flight)
         assert len(set(self.running)) == len(self.running), "a request runs twice"
         assert all(request in _together(request) for request in self.running)
         num_held = sum(len(request.table.blocks) > 0 for request in self.running)
@@ -237,10 +229,13 @@ class Scheduler:
         # Preemption takes requests from the end of the list, never from the
         # part that this loop has passed: that is what its order is for.
         for request in self.running:
-            computed = request.num_computed_tokens
-            if len(request.token_ids) - computed != 1:
+            computed, num_unread = request.num_computed_tokens, request.num_unread
+            num_drawn = len(request.token_ids) + num_unread
+            if num_drawn - computed != 1:
                 draft.prefills.append(request)
                 continue
+            if num_unread and num_drawn >= request.max_num_tokens:
+                continue  # it is_ending()
             new_block_ids: tuple[int, ...] | None = ()
             if computed == request.table.capacity:
                 new_block_ids = self._room_for(request, computed + 1, draft)
@@ -267,7 +262,13 @@ class Scheduler:
                 draft.add(request, num_new, new_block_ids)
 
     def _room_for(self, request: Request, num_tokens: int, draft: Draft) -> tuple[int, ...] | None:
-        """Room for num_tokens, as _make_room() gets it."""
+        """Room for num_tokens, as _make_room() gets it. None also if there will be room once
+        the step before is read: nobody is preempted for want of what is about to be freed."""
+        new_block_ids = self.kv_manager.grow(request.table, num_tokens)
+        if new_block_ids is not None:
+            return new_block_ids
+        if any(map(is_ending, self.running)):
+            return None
         return self._make_room(
             request, lambda: self.kv_manager.grow(request.table, num_tokens), draft
         )
@@ -409,7 +410,8 @@ class Scheduler:
         return StepPlan(self.step, freed_rows, new_seqs, tuple(draft.seqs), moves, chosen)
 
     def _advance_computed(self, draft: Draft) -> None:
-        """The one place where num_computed_tokens moves forward after admission.
+        """The one place where num_computed_tokens moves forward after admission, and with it
+        the count of ids to come.
 
         It does so when the plan is made, not when it has run, so that the next
         plan can be made meanwhile. Blocks become known to the prefix cache in
@@ -417,6 +419,8 @@ class Scheduler:
         """
         for request, seq in zip(draft.requests, draft.seqs, strict=True):
             request.num_computed_tokens += seq.num_new_tokens
+            if seq.samples and request.group is None:
+                request.num_unread += 1
 
     def _take_token(
         self, request: Request, token_id: int, now: float, outcome: StepOutcome
@@ -424,8 +428,7 @@ class Scheduler:
         if token_id == NO_TOKEN:
             outcome.logprobs = [drawn for drawn in outcome.logprobs if drawn.request is not request]
             outcome.dead_ends.append(request)
-            self._leave_row(request)
-            request.move(Status.FAILED)
+            self._end(request, Status.FAILED)
             return
         if request.first_token_at is None:
             self.total_prompt_tokens += request.num_prompt_tokens
@@ -440,9 +443,16 @@ class Scheduler:
         if status is not None:
             if status is Status.STOPPED:
                 request.finish_token_id = token_id
-            self._leave_row(request)
-            request.move(status)
+            self._end(request, status)
             outcome.finished.append(request)
+
+    def _end(self, request: Request, status: Status) -> None:
+        """By a token it has drawn, perhaps before it was preempted."""
+        if request.status is Status.RUNNING:
+            self._leave_row(request)
+        else:
+            self.waiting.remove(request)
+        request.move(status)
 
     def _take_candidates(
         self,

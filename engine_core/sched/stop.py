@@ -16,6 +16,12 @@ def has_room(request: Request) -> bool:
     return len(request.token_ids) < request.max_num_tokens
 
 
+def is_ending(request: Request) -> bool:
+    """Whether the last token that it may draw is on its way, so that it needs no further step."""
+    drawn = len(request.token_ids) + request.num_unread
+    return request.num_unread > 0 and drawn >= request.max_num_tokens
+
+
 def end_status(request: Request, token_id: int) -> Status | None:
     """STOPPED, LENGTH, or None to go on; token_id has just been appended.
 

@@ -394,6 +394,8 @@ def test_stats(engine: FakeEngine) -> None:
     engine.run()
     stats = engine.core.stats()
     assert (stats.num_running, stats.num_free_blocks) == (0, 32)
+    # Of both prompts, which are one and the same, the two whole blocks.
+    assert stats.num_free_cached_blocks == 2
     assert (stats.total_prompt_tokens, stats.total_output_tokens) == (80, 6)
     engine.add(2, prompt(40), max_tokens=1)
     engine.run()

@@ -16,6 +16,8 @@ from tests.support.fake_model import EOS, FakeEngine, alone
 
 SCHEDULES_PER_SEED = 80
 SEEDS = 24
+ASYNC_SEEDS = 5
+"""Of them with plans made before the last result is read."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Plan:
         return alone(self.known, self.max_tokens - self.num_output, tuple(stops), self.sample_index)
 
 
-def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
+def make_engine(rng: random.Random, *, crowded: bool, async_scheduling: bool) -> FakeEngine:
     """crowded: many run at once in a pool that a few of them fill."""
     if crowded:
         block_size = rng.choice([1, 2, 4])
@@ -56,6 +58,7 @@ def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
             block_size=block_size,
             max_num_batched_tokens=rng.choice([3, 6, 8, 16, 64]),
             max_model_len=90,
+            async_scheduling=async_scheduling,
             **scheduling(rng),
         )
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
@@ -68,6 +71,7 @@ def make_engine(rng: random.Random, *, crowded: bool) -> FakeEngine:
         max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 16, 64]),
         max_model_len=rng.choice([20, 60, 90]),
         enable_prefix_caching=rng.random() < 0.85,
+        async_scheduling=async_scheduling,
         **scheduling(rng),
     )
 
@@ -210,13 +214,16 @@ def check(engine: FakeEngine, plans: list[Plan]) -> None:
         assert not (plan.skip_prefix_cache and plan.leader is None and cached)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_text_is_the_same_under_any_schedule(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "async_scheduling"),
+    [*((seed, False) for seed in range(SEEDS)), *((seed, True) for seed in range(ASYNC_SEEDS))],
+)
+def test_text_is_the_same_under_any_schedule(seed: int, async_scheduling: bool) -> None:
     rng = random.Random(seed)
     num_preemptions = num_hits = num_aborts = num_missed = num_offloaded = num_restored = 0
     for _ in range(SCHEDULES_PER_SEED):
         crowded = rng.random() < 0.35
-        engine = make_engine(rng, crowded=crowded)
+        engine = make_engine(rng, crowded=crowded, async_scheduling=async_scheduling)
         plans = make_plans(rng, engine, crowded=crowded)
         drive(rng, engine, plans)
         check(engine, plans)

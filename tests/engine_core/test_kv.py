@@ -121,14 +121,15 @@ class TestBlockPool:
         assert taken is not None
         assert pool.register(taken[0], b"h")
         pool.release(taken)
-        assert pool.num_free_blocks == 3
+        assert (pool.num_free_blocks, pool.num_free_cached_blocks) == (3, 1)
         pool.touch(taken)
         pool.touch(taken)
         assert (pool.num_free_blocks, taken[0].ref_cnt) == (2, 2)
+        assert pool.num_free_cached_blocks == 0
         pool.release(taken)
-        assert pool.num_free_blocks == 2
+        assert (pool.num_free_blocks, pool.num_free_cached_blocks) == (2, 0)
         pool.release(taken)
-        assert pool.num_free_blocks == 3
+        assert (pool.num_free_blocks, pool.num_free_cached_blocks) == (3, 1)
         assert pool.lookup([b"h"], 1) == taken
         pool.check_integrity({})
 

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 from engine_core.runner.logits import LogitsProcessors
 from engine_core.runner.rows import Rows
 from engine_core.sched.plan import NO_TOKEN, NewSeq, StepPlan
+from kernels.reference.ops import ReferenceOps
 from pagewire.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Batch:
     ) -> None:
         """seqs: (ids, how many of them are prompt, sampling)."""
         self.rows = Rows(max(NUM_ROWS, len(seqs)), MAX_LEN, block_size=16)
-        self.processors = LogitsProcessors(self.rows, EOS)
+        self.processors = LogitsProcessors(self.rows, EOS, ReferenceOps())
         new = tuple(
             NewSeq(row, tuple(ids), num_prompt, SamplingParams(max_tokens=50, **sampling))
             for row, (ids, num_prompt, sampling) in enumerate(seqs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from pagewire.wire.codec import pack_ids, unpack_ids, unpack_request_ids
 from pagewire.wire.messages import Add, Finished
 from tests.parity.harness import EPOCH, FRONTEND_ID, Engine, Loaded, load
 from tests.support.fake_model import FakeEngine
+from tests.support.graph_device import GraphDevice
 from tests.support.tiny_model import EOS_ID, TinySpec, write_hf
 
 if TYPE_CHECKING:
@@ -102,6 +104,48 @@ def test_company_and_schedule_change_nothing(
         assert engine.core.stats().total_preemptions > 0
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [{}, {"max_num_batched_tokens": 6, "max_num_seqs": 5}, {"num_blocks": 11, "max_num_seqs": 5}],
+    ids=["batched", "chunked", "preempted"],
+)
+def test_plans_made_before_the_ids_are_known_change_nothing(
+    loaded: Loaded, alone: list[list[int]], schedule: dict[str, Any]
+) -> None:
+    late = replace(loaded, device=GraphDevice())
+    engine = Engine(late, async_scheduling=True, **schedule)
+    assert [ids for ids, _ in serve(engine, all_asked())] == alone
+    if "num_blocks" in schedule:
+        assert engine.core.stats().total_preemptions > 0
+
+
+def test_only_what_looks_at_ids_waits_for_them(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve_on(sampling: dict[str, Any]) -> int:
+        device = GraphDevice()
+        engine = Engine(replace(loaded, device=device), async_scheduling=True)
+        launch, waits = engine.runner.launch, 0
+
+        def count_waits(plan: Any) -> Any:
+            nonlocal waits
+            before = device.num_passed
+            pending = launch(plan)
+            waits += device.num_passed > before
+            return pending
+
+        monkeypatch.setattr(engine.runner, "launch", count_waits)
+        [(ids, _)] = serve(engine, [(PROMPTS[0], params(ignore_eos=True, **sampling))])
+        assert len(ids) == NUM_TOKENS
+        return waits
+
+    assert serve_on({"min_tokens": 7, "logit_bias": ((9, 4.0),)}) == 0
+    assert serve_on({"allowed_token_ids": tuple(range(40))}) == 0
+    # All steps but the first have an id to wait for.
+    assert serve_on({"presence_penalty": 1.0}) == NUM_TOKENS - 1
+    assert serve_on({"bad_words": ((4, 8),)}) == NUM_TOKENS - 1
+
+
 @pytest.mark.parametrize("num_output", [1, 6])
 def test_replayed_output_goes_on_as_before(
     loaded: Loaded, alone: list[list[int]], num_output: int
@@ -129,13 +173,16 @@ def test_min_tokens_holds_eos_and_stop_ids_off(loaded: Loaded, min_tokens: int) 
         assert (ids[-1], finished.reason) == (end, FinishReason.STOP)
 
 
-def test_a_dead_end_ends_its_request_alone(loaded: Loaded) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_a_dead_end_ends_its_request_alone(loaded: Loaded, async_scheduling: bool) -> None:
     # 9 is all there is, and after two of them nothing.
     dead = params(
         temperature=1.0, ignore_eos=True, allowed_token_ids=(9,), bad_words=((9, 9),), logprobs=2
     )
     asked = all_asked()[:3]
-    results = serve(Engine(loaded), [*asked, (PROMPTS[0], dead)])
+    device = GraphDevice() if async_scheduling else loaded.device
+    engine = Engine(replace(loaded, device=device), async_scheduling=async_scheduling)
+    results = serve(engine, [*asked, (PROMPTS[0], dead)])
     ids, finished = results[-1]
     assert ids == [9]
     assert finished.reason == FinishReason.ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import get_args
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from engine_core.device.roofline import GPUS, ModelCost, StepWork, step_seconds
-from engine_core.model.config import ModelConfig, RopeConfig
+from engine_core.model.config import LayerConfig, ModelConfig, RopeConfig
 from engine_core.model.llama import LlamaForCausalLM
 from pagewire.config import EngineConfig
 
@@ -17,18 +18,14 @@ CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
     hidden_size=4096,
     intermediate_size=14336,
-    num_layers=32,
     num_heads=32,
     num_kv_heads=8,
     head_dim=128,
     vocab_size=128_256,
     rms_norm_eps=1e-5,
     max_positions=8192,
-    rope=RopeConfig(),
+    layers=(LayerConfig(RopeConfig()),) * 32,
     tie_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
-    sliding_window=None,
     bos_token_id=None,
     eos_token_ids=(),
     dtype="bfloat16",
@@ -50,10 +47,7 @@ def test_a_models_cost() -> None:
 
 
 def test_tied_embeddings_are_counted_once() -> None:
-    tied = ModelConfig(
-        **{f: getattr(CONFIG, f) for f in ModelConfig.__slots__ if f != "tie_embeddings"},
-        tie_embeddings=True,
-    )
+    tied = dataclasses.replace(CONFIG, tie_embeddings=True)
     num_params = 8_030_261_248 - 525_336_576
     assert ModelCost.of(tied, num_params, torch.bfloat16).layer_params == cost().layer_params
 

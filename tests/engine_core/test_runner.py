@@ -337,12 +337,9 @@ def test_build_engine_refuses_settings(path: Path, changes: dict[str, Any], mess
         build(path, **changes)
 
 
-def test_build_engine_refuses_a_window_that_binds(tmp_path: Path) -> None:
+def test_build_engine_serves_a_window_that_binds(tmp_path: Path) -> None:
     spec = TinySpec(architecture="MistralForCausalLM", sliding_window=32, max_positions=64)
-    path = write_hf(tmp_path / "model", spec)
-    with pytest.raises(ModelLoadError, match="sliding_window 32"):
-        build(path)
-    assert build(path, max_model_len=32).max_model_len == 32
+    assert build(write_hf(tmp_path / "model", spec)).max_model_len == 64
 
 
 def test_build_engine_names_a_missing_model(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from pagewire.wire.messages import Add, Finished, Heartbeat
 from tests.parity.harness import EPOCH, FRONTEND_ID, Engine, Loaded, load
 from tests.support.engine_process import ThreadedEngine
 from tests.support.fake_model import FakeEngine
+from tests.support.graph_device import GraphDevice
 from tests.support.tiny_model import EOS_ID, TinySpec, write_hf
 from tests.support.wire_client import WireClient
 
@@ -88,7 +90,8 @@ class Server:
                     outputs[number].append(token_id)
                 finishes.update({finished.request_id: finished for finished in output.finished})
         engine.kv_manager.check_all_free()
-        assert not engine.core.has_work()
+        while engine.core.has_work():  # a last step that nobody waits for
+            assert not engine.core.step(lambda: None)
         return [(outputs[number], finishes[number]) for number in outputs]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -143,6 +146,27 @@ def test_preemption_and_replay_change_nothing(loaded: Loaded, server: Server) ->
             server.engine(loaded), [(ids, sampling) for ids, sampling, _ in cut], num_output
         )
         assert [ids for ids, _ in rest] == [ids[num_output:] for _, _, ids in cut]
+
+
+def test_plans_made_before_the_ids_are_known_change_nothing(
+    loaded: Loaded, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = server.serve(server.engine(loaded), ASKED)
+    dead = SamplingParams(8, min_tokens=5, structured_output=StructuredOutput("choice", '["ab"]'))
+    late = replace(loaded, device=GraphDevice())
+    for schedule in ({}, {"num_blocks": 9, "max_num_seqs": 6}):
+        engine = server.engine(late, async_scheduling=True, **schedule)
+        *results, (ids, finished) = server.serve(engine, [*ASKED, (PROMPTS[0], dead)])
+        assert results_of(results) == results_of(whole)
+        assert b"".join(server.tokens[token_id] for token_id in ids) == b"ab"
+        assert (finished.reason, finished.field) == (FinishReason.ERROR, "sampling_params")
+    assert engine.scheduler.total_preemptions > 0
+    # Nor does a step beyond the end of a grammar trouble it.
+    assert not [record for record in caplog.records if "gave up" in record.message]
+
+
+def results_of(served: list[tuple[list[int], Finished]]) -> list[Any]:
+    return [(ids, finished.reason, finished.stop_token_id) for ids, finished in served]
 
 
 def test_a_bad_constraint_hurts_nobody(loaded: Loaded, server: Server) -> None:

@@ -51,6 +51,8 @@ class Engine:
         prefix_caching: bool = False,
         grammars: GrammarGate | None = None,
         num_host_blocks: int = 0,
+        async_scheduling: bool = False,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         kv_caches = allocate_kv_caches(
             loaded.model, loaded.device, num_blocks, block_size, loaded.dtype
@@ -72,7 +74,7 @@ class Engine:
             ),
             self.kv_manager,
         )
-        runner = ModelRunner(
+        self.runner = ModelRunner(
             loaded.model,
             loaded.ops,
             loaded.device,
@@ -81,8 +83,17 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=loaded.max_model_len,
             host_kv=host_kv,
+            graph_sizes=graph_sizes,
         )
-        self.core = EngineCore(self.scheduler, runner, epoch=EPOCH, grammars=grammars)
+        if graph_sizes:
+            self.runner.warm_up()
+        self.core = EngineCore(
+            self.scheduler,
+            self.runner,
+            epoch=EPOCH,
+            grammars=grammars,
+            async_scheduling=async_scheduling,
+        )
         self._next_id = 1
 
     def generate(

@@ -12,6 +12,7 @@ import torch
 from engine_core.device.cpu import CpuDevice
 from engine_core.runner import logprobs as runner_logprobs
 from engine_core.runner.logprobs import report, sliced_report
+from kernels.reference.ops import ReferenceOps
 from pagewire.types import MAX_LOGPROBS, SamplingParams
 from tests.parity.harness import Engine, Loaded, load
 from tests.parity.logprobs import Answer, ask, check_against
@@ -146,18 +147,21 @@ def test_every_position_has_its_own_alternatives(case: Case) -> None:
     assert [p.top_ids[0] for p in answer.output] == answer.ids
 
 
+OPS = ReferenceOps()
+
+
 def test_a_vocabulary_smaller_than_what_is_asked_for() -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0]])
-    got = report(logits, torch.tensor([2]), 3)
+    got = report(OPS, logits, torch.tensor([2]), 3)
     assert got.numbers.tolist() == [[3, 1, 0, 2]]
 
 
 def test_equally_likely_tokens_are_in_order_of_their_ids_and_share_a_rank() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, -1.0]])
     for top, ids in ((1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (5, [1, 2, 4, 3, 0])):
-        got = report(logits, torch.tensor([4]), top)
+        got = report(OPS, logits, torch.tensor([4]), top)
         assert got.numbers.tolist() == [[1, *ids]]
-    assert report(logits, torch.tensor([0]), 0).numbers.tolist() == [[5]]
+    assert report(OPS, logits, torch.tensor([0]), 0).numbers.tolist() == [[5]]
 
 
 def test_report_equals_a_stable_sort() -> None:
@@ -169,15 +173,15 @@ def test_report_equals_a_stable_sort() -> None:
     token_ids = torch.randint(0, 300, (40,), generator=generator)
     expected = torch.log_softmax(logits, dim=-1)
     values, ids = expected.sort(dim=-1, descending=True, stable=True)
-    got = report(logits, token_ids, MAX_LOGPROBS)
+    got = report(OPS, logits, token_ids, MAX_LOGPROBS)
     assert torch.equal(got.numbers[:, 1:], ids[:, :MAX_LOGPROBS])
     assert torch.equal(got.values[:, 1:], values[:, :MAX_LOGPROBS])
     own = expected.gather(1, token_ids.unsqueeze(1))
     assert torch.equal(got.values[:, :1], own)
     assert torch.equal(got.numbers[:, 0], 1 + (expected > own).sum(1))
     for part in (logits[1::2], logits):  # without ties, and with
-        half = sliced_report(part, token_ids[: len(part)], 7)
-        assert torch.equal(half.numbers, report(part, token_ids[: len(part)], 7).numbers)
+        half = sliced_report(OPS, part, token_ids[: len(part)], 7)
+        assert torch.equal(half.numbers, report(OPS, part, token_ids[: len(part)], 7).numbers)
 
 
 @pytest.mark.slow

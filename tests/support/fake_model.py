@@ -112,10 +112,12 @@ class _Row:
 
 
 class DonePending:
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, on_read: Callable[[], None] = lambda: None) -> None:
         self._result = result
+        self._on_read = on_read
 
     def result(self) -> StepResult:
+        self._on_read()
         return self._result
 
 
@@ -131,6 +133,7 @@ class FakeRunner:
         """What each restore of a block takes, by its own word."""
         self.plans: list[StepPlan] = []
         self.on_launch: Callable[[StepPlan], None] = lambda plan: None
+        self.on_read: Callable[[StepPlan], None] = lambda plan: None
         self.rows: dict[int, _Row] = {}
         self._limits = limits
         self._block_size = block_size
@@ -159,7 +162,8 @@ class FakeRunner:
                 tuple(token_id for _, token_id in drawn),
                 self._candidates(plan),
                 restore_s=self.block_copy_s * len(plan.moves.restore),
-            )
+            ),
+            lambda: self.on_read(plan),
         )
 
     def _move_tiers(self, moves: BlockMoves) -> None:
@@ -259,6 +263,28 @@ class FakeRunner:
         return token_id
 
 
+class FakeQueue:
+    """Times of a device that works by itself: a step begins when the one before is done,
+    and whoever reads its result waits for its end."""
+
+    def __init__(
+        self, runner: FakeRunner, clock: FakeClock, step_s: Callable[[int], float]
+    ) -> None:
+        self._clock = clock
+        self._step_s = step_s
+        self._done_at: dict[int, float] = {}
+        self._free_at = 0.0
+        runner.on_launch = self._launch
+        runner.on_read = self._read
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._free_at = max(self._free_at, self._clock.now) + self._step_s(plan.num_tokens)
+        self._done_at[plan.step] = self._free_at
+
+    def _read(self, plan: StepPlan) -> None:
+        self._clock.now = max(self._clock.now, self._done_at.pop(plan.step))
+
+
 class FakeClock:
     """Seconds that pass when told to."""
 
@@ -306,6 +332,7 @@ class FakeEngine:
         step_s: Callable[[int], float] | None = None,
         num_host_blocks: int = 0,
         costs: MeasuredCosts | None = None,
+        async_scheduling: bool = False,
     ) -> None:
         """step_s: how long a step of so many tokens takes. Default: no time, with a
         second between steps. num_host_blocks: of the second tier; 0 is none."""
@@ -326,7 +353,12 @@ class FakeEngine:
         self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
         self.runner = FakeRunner(num_blocks, block_size, self.limits, num_host_blocks)
         self.core = EngineCore(
-            self.scheduler, self.runner, epoch=EPOCH, clock=self.clock, token_bytes=token_bytes
+            self.scheduler,
+            self.runner,
+            epoch=EPOCH,
+            clock=self.clock,
+            token_bytes=token_bytes,
+            async_scheduling=async_scheduling,
         )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.unknown_aborts: list[tuple[int, int]] = []
@@ -338,7 +370,7 @@ class FakeEngine:
         self._between_s = 1.0
         if step_s is not None:
             self._between_s = 0.0
-            self.runner.on_launch = lambda plan: self.clock.pass_time(step_s(plan.num_tokens))
+            FakeQueue(self.runner, self.clock, step_s)
 
     def add(
         self,

@@ -67,7 +67,7 @@ def draw(
     """One sequence for each seed, in one batch, from logits of the standard Gumbel
     distribution (all allowed tokens are equally likely) plus bias."""
     rows = Rows(len(seeds), max_tokens + 2, 16)
-    processor = StructuredOutputs(rows)
+    processor = StructuredOutputs(rows, ())
     new = tuple(
         NewSeq(row, (5, 6), 2, SamplingParams(max_tokens), None, grammar)
         for row in range(len(seeds))
