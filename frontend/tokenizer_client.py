@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from frontend.call_trace import current_trace
 from frontend.convert import tokenizer
 from frontend.request import ChatPrompt, TextPrompt
 from frontend.status import field_violation
@@ -22,6 +23,7 @@ from pagewire.errors import (
     PagewireError,
     Unavailable,
 )
+from pagewire.obs.traces import TRACEPARENT
 from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
@@ -75,15 +77,19 @@ class TokenizerClient:
         """The prompt's ids and its text. Raises InvalidRequest with the API's field, or
         Unavailable."""
         if isinstance(prompt, TextPrompt):
-            call = self._tokenizer.Tokenize(tokenizer.tokenize_request(prompt))
+            call = self._tokenizer.Tokenize(tokenizer.tokenize_request(prompt), metadata=_context())
             return tokenizer.token_ids(await self._finish(call, prompt.field)), prompt.text
-        call = self._tokenizer.ApplyChatTemplate(tokenizer.chat_template_request(prompt))
+        call = self._tokenizer.ApplyChatTemplate(
+            tokenizer.chat_template_request(prompt), metadata=_context()
+        )
         response = await self._finish(call, prompt.field)
         return tokenizer.token_ids(response), tokenizer.rendered_text(response)
 
     async def detokenize(self, token_ids: list[int], job: Job) -> str:
         """The text of ids of the job's prompt, up to a character that they only begin."""
-        call = self._tokenizer.Detokenize(tokenizer.detokenize_prompt_request(token_ids, job))
+        call = self._tokenizer.Detokenize(
+            tokenizer.detokenize_prompt_request(token_ids, job), metadata=_context()
+        )
         return tokenizer.detokenized_text(await self._finish(call, job.prompt.field))
 
     async def detokenize_text(self, token_ids: list[int], field: str) -> str:
@@ -98,12 +104,14 @@ class TokenizerClient:
 
     async def tokenize_text(self, text: str, field: str) -> list[int]:
         """The ids of a piece of text, with nothing added around them. Errors name `field`."""
-        call = self._tokenizer.Tokenize(tokenizer.piece_request(text))
+        call = self._tokenizer.Tokenize(tokenizer.piece_request(text), metadata=_context())
         return tokenizer.token_ids(await self._finish(call, field))
 
     async def proxy(self, method: str, request: object) -> Any:
         """Passes a TokenizerService call of a client on; `model` is already checked."""
-        call = getattr(self._tokenizer, method)(tokenizer.without_model(request))
+        call = getattr(self._tokenizer, method)(
+            tokenizer.without_model(request), metadata=_context()
+        )
         return await self._finish(call, None)
 
     async def _finish(self, call: Awaitable[T], field: str | None) -> T:
@@ -118,6 +126,12 @@ class TokenizerClient:
             raise
         finally:
             self.num_tokenizing -= 1
+
+
+def _context() -> tuple[tuple[str, str], ...] | None:
+    """The trace that the call belongs to, for the other side's logs."""
+    trace = current_trace()
+    return None if trace is None else ((TRACEPARENT, trace.traceparent),)
 
 
 def _translate(error: grpc.aio.AioRpcError, asked: str | None) -> PagewireError:

@@ -47,6 +47,7 @@ def _serve(config: TokenizerConfig) -> None:
         load,
         config.tokenizer_workers,
         max_waiting_bytes=_WAITING_MESSAGES * config.tokenizer_max_message_mib << 20,
+        hang_timeout=config.tokenizer_hang_timeout,
     )
     import uvloop
 

@@ -115,6 +115,10 @@ class DropStream(Message, frozen=True):
     stream: int
 
 
+class Ping(Message, frozen=True):
+    """Asks the thread that serves steps whether it still does."""
+
+
 # Worker to server.
 
 
@@ -177,6 +181,10 @@ class StepDone(Message, frozen=True):
     errors: list[Lost]
 
 
+class Pong(Message, frozen=True):
+    """Answers a Ping, behind the steps that came before it."""
+
+
 class Failed(Message, frozen=True):
     """A call failed; `field` names what the caller sent wrong, None is our bug."""
 
@@ -185,8 +193,8 @@ class Failed(Message, frozen=True):
     message: str
 
 
-ToWorker = Load | Encode | Decode | Spell | Chat | Step | DropStream
-FromWorker = Loaded | LoadFailed | Encoded | Decoded | Spelled | StepDone | Failed
+ToWorker = Load | Encode | Decode | Spell | Chat | Step | DropStream | Ping
+FromWorker = Loaded | LoadFailed | Encoded | Decoded | Spelled | StepDone | Pong | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

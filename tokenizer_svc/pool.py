@@ -31,12 +31,15 @@ from tokenizer_svc.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Ping,
+    Pong,
+    StepDone,
     decode_from_worker,
     encode_frame,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from tokenizer_svc.messages import FromWorker, ToWorker
 
@@ -47,6 +50,8 @@ LIVE_TIMEOUT = 30.0
 _SOON_DEAD_SECONDS = 10.0
 _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _KILL_GRACE_SECONDS = 2.0
+_PINGS = 4
+"""Times in a row that a ping finds the one before it unanswered, until a worker hangs."""
 
 
 class WorkerGone(Exception):
@@ -83,6 +88,8 @@ class Worker(asyncio.Protocol):
         self.num_sequences = 0
         """Sequences open on it, counted by their streams."""
         self.started_at = time.monotonic()
+        self._pings_missed = 0
+        self._pinged = False
 
     async def connect(self, load: Load) -> Loaded:
         """Waits until it has loaded. Raises ModelLoadError, ConfigError or WorkerGone."""
@@ -111,6 +118,17 @@ class Worker(asyncio.Protocol):
         """Sends a message that has no reply."""
         if self._transport is not None and self.live:
             self._transport.write(encode_frame(message))
+
+    def ping(self) -> int:
+        """Asks for a sign of life. How often in a row it was asked for in vain."""
+        if not self.live:
+            return 0
+        if self._pinged:
+            self._pings_missed += 1
+        else:
+            self._pinged = True
+            self.post(Ping())
+        return self._pings_missed
 
     @property
     def num_calls(self) -> int:
@@ -151,6 +169,12 @@ class Worker(asyncio.Protocol):
                 kind = ConfigError if message.is_config_error else ModelLoadError
                 self.loaded.set_exception(kind(message.message))
             return
+        if isinstance(message, Pong | StepDone):
+            # A ping behind many steps has its turn late, and each of them is a sign of life.
+            self._pings_missed = 0
+        if isinstance(message, Pong):
+            self._pinged = False
+            return
         future = self._calls.get(message.call)
         if future is None or future.done():  # the caller has given up
             return
@@ -170,10 +194,22 @@ class Worker(asyncio.Protocol):
 
 
 class WorkerPool:
-    """N workers. Start the processes before the event loop has gRPC in it."""
+    """N workers. Start the processes before the event loop has gRPC in it.
 
-    def __init__(self, load: Load, num_workers: int, *, max_waiting_bytes: int) -> None:
+    One that serves no steps for hang_timeout seconds is killed, and another takes its
+    place as after any death; 0 lets it hang.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        num_workers: int,
+        *,
+        max_waiting_bytes: int,
+        hang_timeout: float = 0.0,
+    ) -> None:
         self._load = load
+        self._hang_timeout = hang_timeout
         self._max_waiting_bytes = max_waiting_bytes
         self._ids = itertools.count(1)
         self._changed = asyncio.Event()
@@ -203,6 +239,8 @@ class WorkerPool:
         except WorkerGone:
             raise InternalError("a tokenizer worker died while it was loading") from None
         self.facts = facts[0]
+        if self._hang_timeout:
+            self._keep(self._watch())
         self._notify()
         return facts[0]
 
@@ -264,9 +302,27 @@ class WorkerPool:
         self.deaths += 1
         self._notify()
         if self.facts is not None:  # before that, connect() reports it
-            task = asyncio.get_running_loop().create_task(self._replace(worker))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._replace(worker))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        """Kills workers that hang. Pings are counted rather than the time, which also
+        passes while this process itself is stopped."""
+        while True:
+            await asyncio.sleep(self._hang_timeout / _PINGS)
+            for index, worker in enumerate(self._workers):
+                if worker.ping() >= _PINGS:
+                    log.error(
+                        "worker %d (pid %d) hangs: no answer for %g s",
+                        index,
+                        worker.process.pid,
+                        self._hang_timeout,
+                    )
+                    worker.process.kill()
 
     async def _replace(self, dead: Worker) -> None:
         """Starts a worker in the place of a dead one, until one has loaded."""

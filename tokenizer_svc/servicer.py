@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from pagewire.errors import InternalError, PagewireError, Unavailable
+from pagewire.obs.traces import TRACEPARENT, read_traceparent
 from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 from tokenizer_svc import convert
 from tokenizer_svc.stream import DetokenizeSession, PendingStep
@@ -159,8 +160,15 @@ async def as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterato
     except Exception as error:
         incident = uuid.uuid4().hex[:12]
         where = "".join(traceback.format_tb(error.__traceback__))
-        log.error("incident %s: %s\n%s", incident, type(error).__name__, where)
+        trace = _trace(context)
+        log.error("incident %s: %s\n%s", incident, type(error).__name__, where, extra=trace)
         await _abort(context, InternalError(f"tokenizer_svc failed; incident {incident}"))
+
+
+def _trace(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    """For the log: the trace that the caller's call is part of, if it is of one."""
+    parent = read_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
+    return {} if parent is None else {"trace_id": parent.trace_id}
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: PagewireError) -> None:

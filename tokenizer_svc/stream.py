@@ -140,6 +140,15 @@ class DetokenizeSession:
         self._share(shares, worker).opens.append(opening)
 
     def _route_tokens(self, request: StepRequest, shares: dict[Worker, Step]) -> None:
+        owners = {self._owners.get(sequence) for sequence in request.sequences}
+        if len(owners) == 1 and (owner := owners.pop()) is not None and not any(request.finished):
+            # As nearly every step is: one worker takes the columns as they are.
+            share = self._share(shares, owner)
+            share.sequences.extend(request.sequences)
+            share.counts.extend(request.counts)
+            share.token_ids.extend(request.token_ids)
+            share.finished.extend(request.finished)
+            return
         start = 0
         for sequence, count, finished in zip(
             request.sequences, request.counts, request.finished, strict=True

@@ -51,6 +51,8 @@ from tokenizer_svc.messages import (
     LoadFailed,
     Lost,
     Open,
+    Ping,
+    Pong,
     Spell,
     Spelled,
     Step,
@@ -340,6 +342,8 @@ def serve(channel: Channel) -> None:
             channel.send(steps.step(message))
         elif isinstance(message, DropStream):
             steps.drop(message.stream)
+        elif isinstance(message, Ping):
+            channel.send(Pong())
         elif isinstance(message, _Job):
             (long if length_of(message) > LONG_TEXT_CHARS else short).put(message)
 

@@ -11,6 +11,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 import pytest
 
 from pagewire.config import EMBEDDED_MODEL
@@ -26,10 +27,8 @@ from tests.tokenizer_svc.service import Service
 from tokenizer_svc.loader import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
-
-    import psutil
 
     from pagewire.wire.messages import Ready
     from tests.support.fake_engine import FakeRequest
@@ -39,6 +38,8 @@ pytestmark = pytest.mark.timeout(300)
 
 EOS = 2
 BEAMS_END = 30
+RESTART_S = 60.0
+"""A worker that follows several that died soon is started 10 s later, and then has to load."""
 # Four-byte characters are several tokens each, and so is the woman with the laptop.
 TEXT = "héllo 世界 👩🏽‍💻 naïve — 🜁🜂 e\u0301 ᚠᚢᚦ the quick 🦊 jumps over 🐕‍🦺, "
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "北京 🌧"}}\n</tool_call>'
@@ -104,6 +105,7 @@ async def stack(engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[Stack]:
     flags = (
         *("--tokenizer-workers", "2", "--tool-call-parser", "hermes"),
         *("--chat-template", str(template)),
+        *("--tokenizer-hang-timeout", "2"),
     )
     tokenizer: Any = RealTokenizer(tmp_path / "tokenizer", *flags)
     stack = Stack(engine, tokenizer)
@@ -179,7 +181,9 @@ class Run:
         streams = [
             asyncio.ensure_future(self._stack.stream(deadline_s=120, **job)) for job in jobs()
         ]
-        await self._engine.wait_running(len(streams) + 2)
+        count = len(streams) + 2
+        # The first chat waits for what renders it to be imported.
+        await self._engine.wait_for(lambda: len(self._engine.running) >= count, RESTART_S)
         step = 0
         while self._engine.running or self._engine.waiting:
             if step in disturb:
@@ -205,10 +209,13 @@ class Run:
 
     async def caught_up(self) -> None:
         """Until the frontend knows the step and the tokenizer has answered, if it is there."""
-        await self._stack.until(
-            lambda: self._stack.engine_client.last_step == self._engine.step_number
-        )
-        await self._stack.until(lambda: not self._text_stream.num_waiting)
+        await self._until(lambda: self._stack.engine_client.last_step == self._engine.step_number)
+        await self._until(lambda: not self._text_stream.num_waiting)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(RESTART_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
 
     async def kill_a_worker(self, index: int, step: int) -> None:
         """With steps on their way to it that it has not read."""
@@ -216,21 +223,33 @@ class Run:
         workers = tokenizer.workers()
         victim = workers[index % len(workers)]
         victim.send_signal(signal.SIGSTOP)
+        num_sent = self._text_stream._number
         self.step(step)
-        await self._stack.until(lambda: self._text_stream.num_waiting > 0)
+        # One that has just been started has no part in it, and the answer comes at once.
+        await self._until(lambda: self._text_stream._number > num_sent)
         self.step(-1)
-        victim.send_signal(signal.SIGKILL)
+        # On a slow machine it may have been taken for one that hangs.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.send_signal(signal.SIGKILL)
+
+    async def hang_a_worker(self) -> None:
+        """It lives, and answers no more."""
+        tokenizer: Any = self._stack.tokenizer
+        victim = tokenizer.workers()[0]
+        victim.send_signal(signal.SIGSTOP)
+        self.step(-1)
+        await self._until(lambda: victim.pid not in {it.pid for it in tokenizer.workers()})
 
     async def kill_the_service(self) -> None:
         """And start it again, while the engine goes on."""
         tokenizer: Any = self._stack.tokenizer
         tokenizer.service.process.kill()
         await asyncio.to_thread(tokenizer.service.process.wait)
-        await self._stack.until(lambda: not self._text_stream.up)
+        await self._until(lambda: not self._text_stream.up)
         for _ in range(3):
             self.step(-1)
         await tokenizer.start()
-        await self._stack.until(lambda: self._text_stream.up)
+        await self._until(lambda: self._text_stream.up)
 
 
 async def test_no_byte_changes(stack: Stack, engine: ScriptedEngine) -> None:
@@ -253,3 +272,29 @@ async def test_no_byte_changes(stack: Stack, engine: ScriptedEngine) -> None:
     # By the two that met their stop strings, in each run.
     assert len(engine.aborted) == 2 * 3
     assert stack.frontend.dispatcher.admission.requests == 0
+
+
+async def test_a_worker_that_hangs_costs_no_byte(
+    stack: Stack, engine: ScriptedEngine, loaded: LoadedTokenizer
+) -> None:
+    num_tokens = 30
+    streams = [
+        asyncio.ensure_future(
+            stack.stream(
+                prompt_token_ids=common_pb2.TokenIds(ids=[1, 2, 3]),
+                sampling_params=common_pb2.SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+                deadline_s=120,
+            )
+        )
+        for _ in range(4)
+    ]
+    await engine.wait_running(len(streams))
+    run = Run(stack, engine)
+    for step in range(num_tokens - 1):
+        if step == 10:
+            await run.hang_a_worker()
+        run.step(step)
+        await run.caught_up()
+    text = loaded.tokenizer.decode(engine.text_ids[:num_tokens], skip_special_tokens=True)
+    for collected in await asyncio.gather(*streams):
+        assert "".join(delta.text for delta in collected.deltas) == text

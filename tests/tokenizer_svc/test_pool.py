@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.errors import ModelLoadError, QueueFull, Unavailable
 from tokenizer_svc import pool as pool_module
-from tokenizer_svc.messages import Encode, Load, unpack_ids
+from tokenizer_svc.messages import Encode, Load, StepDone, encode_frame, unpack_ids
 from tokenizer_svc.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -111,3 +111,12 @@ async def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: missing"):
         async with running_pool(tmp_path):
             pass
+
+
+async def test_a_worker_with_many_steps_ahead_of_a_ping_does_not_hang(embedded_gguf: Path) -> None:
+    async with running_pool(embedded_gguf) as pool:
+        (worker,) = pool._workers
+        kill(worker.process.pid, signal.SIGSTOP)
+        assert [worker.ping() for _ in range(4)] == [0, 1, 2, 3]
+        worker.data_received(bytes(encode_frame(StepDone(1, [], [], [], []))))
+        assert [worker.ping() for _ in range(4)] == [1, 2, 3, 4]

@@ -89,6 +89,29 @@ async def test_the_only_worker_comes_back() -> None:
             assert service.workers()[0].pid != victim.pid
 
 
+async def test_a_worker_that_hangs_is_replaced() -> None:
+    with Service("--tokenizer-hang-timeout", "2") as service:
+        async with service.channel() as channel:
+            stream = Stream(channel)
+            await stream.step({1: [13433]}, opens=[OpenSequence(sequence=1)])
+            (victim,) = service.workers()
+            victim.send_signal(signal.SIGSTOP)
+            response = await stream.step({1: [11345]})
+            assert [error.sequence for error in response.errors] == [1]
+            again = OpenSequence(sequence=1, replay_token_ids=[13433], replay_emitted_chars=5)
+            assert texts_of(await stream.step({1: [11345]}, opens=[again])) == {1: " beta"}
+            assert service.workers()[0].pid != victim.pid
+            assert f"(pid {victim.pid}) hangs" in service.wait_for(r"worker 0 .* hangs")
+
+
+async def test_an_idle_worker_that_hangs_is_noticed() -> None:
+    with Service("--tokenizer-hang-timeout", "2") as service:
+        (victim,) = service.workers()
+        victim.send_signal(signal.SIGSTOP)
+        assert f"(pid {victim.pid}) hangs" in service.wait_for(r"worker 0 .* hangs")
+        service.wait_for(r"worker 0 .* serves")
+
+
 async def test_calls_in_flight_survive_a_death() -> None:
     with Service("--tokenizer-workers", "2") as service:
         async with service.channel() as channel:
