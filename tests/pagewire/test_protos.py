@@ -36,10 +36,16 @@ def test_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     gen_protos = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gen_protos)
     gen_protos.generate(tmp_path)
-    fresh = {path.name: path.read_text() for path in (tmp_path / "pagewire/v1").iterdir()}
+    packages = ("pagewire/v1", "pagewire/kserve")
+    fresh = {
+        f"{package}/{path.name}": path.read_text()
+        for package in packages
+        for path in (tmp_path / package).iterdir()
+    }
     committed = {
-        path.name: path.read_text()
-        for path in (ROOT / "pagewire/v1").glob("*_pb2*.py*")
+        f"{package}/{path.name}": path.read_text()
+        for package in packages
+        for path in (ROOT / package).glob("*_pb2*.py*")
         if path.suffix in {".py", ".pyi"}
     }
     assert fresh.keys() == committed.keys()
