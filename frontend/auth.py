@@ -19,7 +19,7 @@ from pagewire.api_keys import ANY_TENANT, ApiKey, key_digest, parse_keys
 from pagewire.errors import ConfigError, PermissionDenied, Unauthenticated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 EXEMPTIBLE = ("health", "reflection", "metrics")
 ANY_ROLE = "any"
@@ -43,11 +43,23 @@ RULES = (
     Rule("/pagewire.v1.InferenceService/", "inference"),
     Rule("/pagewire.v1.TokenizerService/", "tokenize"),
     Rule("/pagewire.v1.ModelService/", "models"),
+    Rule("/inference.GRPCInferenceService/ServerLive", ANY_ROLE, "health"),
+    Rule("/inference.GRPCInferenceService/ServerReady", ANY_ROLE, "health"),
+    Rule("/inference.GRPCInferenceService/ModelReady", ANY_ROLE, "health"),
+    Rule("/inference.GRPCInferenceService/ServerMetadata", "models"),
+    Rule("/inference.GRPCInferenceService/ModelMetadata", "models"),
+    Rule("/inference.GRPCInferenceService/", "inference"),
+    Rule("/vllm.grpc.engine.VllmEngine/HealthCheck", ANY_ROLE, "health"),
+    Rule("/vllm.grpc.engine.VllmEngine/FlushCache", "admin"),
+    Rule("/vllm.grpc.engine.VllmEngine/StartProfile", "admin"),
+    Rule("/vllm.grpc.engine.VllmEngine/StopProfile", "admin"),
+    Rule("/vllm.grpc.engine.VllmEngine/", "inference"),
     Rule("/healthz", ANY_ROLE, "health"),
     Rule("/readyz", ANY_ROLE, "health"),
     Rule("/health", ANY_ROLE, "health"),
     Rule("/ping", ANY_ROLE, "health"),
     Rule("/metrics", "metrics", "metrics"),
+    Rule("/live", "metrics", "metrics"),
     Rule("/version", ANY_ROLE),
     Rule("/tokenize", "tokenize"),
     Rule("/detokenize", "tokenize"),
@@ -95,10 +107,12 @@ def enter(principal: Principal) -> None:
 
 
 class Auth:
-    """`keys_file` of None: nobody needs a key. Raises ConfigError."""
+    """`keys_file` of None: nobody needs a key. `open_paths` need none in any case, and are
+    exact. Raises ConfigError."""
 
-    def __init__(self, keys_file: str | None, exempt: str) -> None:
+    def __init__(self, keys_file: str | None, exempt: str, open_paths: Iterable[str] = ()) -> None:
         self._exempt = _exempt_groups(exempt)
+        self._open_paths = frozenset(open_paths)
         self.keys: WatchedFiles[dict[bytes, ApiKey]] | None = None
         if keys_file is not None:
             path = Path(keys_file)
@@ -109,7 +123,7 @@ class Auth:
     def authorize(self, path: str, authorization: Sequence[str | bytes]) -> Principal:
         """Who calls `path`, a gRPC method or an HTTP path; the values are those of its
         authorization headers. Raises Unauthenticated or PermissionDenied."""
-        if self.keys is None:
+        if self.keys is None or path in self._open_paths:
             return ANYONE
         rule = next((rule for rule in RULES if _fits(rule.prefix, path)), _OTHERS)
         if rule.group in self._exempt:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from frontend.interceptors import OUR_PREFIX, Interceptor, Undecodable, abort, deserialize
+from frontend.interceptors import SERVED_PREFIXES, Interceptor, Undecodable, abort, deserialize
 from frontend.status import rich_status
 from pagewire.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ class Bodies(Interceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(OUR_PREFIX):
+        if handler is None or handler_call_details.method.startswith(SERVED_PREFIXES):
             return handler
         decode = functools.partial(deserialize, handler.request_deserializer)
         encode = handler.response_serializer

@@ -60,23 +60,18 @@ class TextEvents(Protocol):
 
 
 @dataclass(slots=True)
-class Row:
-    """A request's part of one message: its output tokens [start, num_tokens)."""
-
-    state: RequestState
-    start: int
-    num_tokens: int
-    finished: bool
-
-
-@dataclass(slots=True)
 class Batch:
-    """One message, in plain values."""
+    """One message, in plain values. Row i takes the output of states[i] up to
+    num_tokens[i], with counts[i] of token_ids."""
 
     number: int
-    opens: list[RequestState] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    closes: list[int] = field(default_factory=list)
+    opens: list[RequestState]
+    closes: list[int]
+    states: list[RequestState] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
     sent_at: float = 0.0
 
 
@@ -235,14 +230,19 @@ class DetokenizeStream:
             self._dirty[state.internal_id] = state
 
     def _next_batch(self) -> Batch:
-        batch = Batch(self._number, opens=list(self._opens.values()), closes=self._closes)
+        batch = Batch(self._number, list(self._opens.values()), self._closes)
         self._number += 1
         for state in batch.opens:
             state.opened_in = batch.number
         for state in self._dirty.values():
-            num_tokens = len(state.output_ids)
-            batch.rows.append(Row(state, state.num_sent, num_tokens, state.engine_finished))
+            ids, sent = state.output_ids, state.num_sent
+            num_tokens = len(ids)
+            batch.num_tokens.append(num_tokens)
+            batch.counts.append(num_tokens - sent)
+            batch.token_ids += ids[sent:]
+            batch.finished.append(state.engine_finished)
             state.num_sent = num_tokens
+        batch.states += self._dirty.values()
         self._opens, self._dirty, self._closes = {}, {}, []
         return batch
 
@@ -256,26 +256,29 @@ class DetokenizeStream:
         batch = self._in_flight.popleft()
         for sequence, message_text in reply.errors:
             self._receive_error(batch, sequence, message_text)
-        for row in batch.rows:
-            state = row.state
+        live, number = self._live, batch.number
+        for state, num_tokens, finished in zip(
+            batch.states, batch.num_tokens, batch.finished, strict=True
+        ):
             # Opened again since: what this old message yields is void.
-            if state.internal_id in self._live and state.opened_in <= batch.number:
-                self._receive_row(row, reply)
-        self._events.batch_answered(len(batch.rows), self._clock() - batch.sent_at)
+            if state.internal_id in live and state.opened_in <= number:
+                self._receive_row(state, num_tokens, finished, reply)
+        self._events.batch_answered(len(batch.states), self._clock() - batch.sent_at)
         self.flush()
 
-    def _receive_row(self, row: Row, reply: DetokenizeReply) -> None:
-        state = row.state
+    def _receive_row(
+        self, state: RequestState, num_tokens: int, finished: bool, reply: DetokenizeReply
+    ) -> None:
         text = reply.texts.get(state.internal_id, "")
-        stop = reply.stops.get(state.internal_id)
+        stop = reply.stops.get(state.internal_id) if reply.stops else None
         state.emitted_chars += len(text)
-        self._events.text(state, text, row.num_tokens if stop is None else stop.num_tokens)
-        if row.num_tokens > state.num_acked:
+        self._events.text(state, text, num_tokens if stop is None else stop.num_tokens)
+        if num_tokens > state.num_acked:
             state.num_reopens = 0
-        state.num_acked = row.num_tokens
+        state.num_acked = num_tokens
         if stop is not None:
             self._events.stopped(state, stop.stop_index, stop.num_tokens)
-        elif row.finished:
+        elif finished:
             self._live.pop(state.internal_id, None)
             self._events.flushed(state)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from frontend.auth import current_principal
 from frontend.bad_words import tokenize_bad_word
 from frontend.beam import check_beam_room
 from frontend.branches import branches_of, end_sequence, split
+from frontend.call_trace import current_trace
 from frontend.detokenize_stream import DetokenizeStream
 from frontend.engine_client import RETRY_AFTER_S
 from frontend.engine_side import EngineSide
@@ -32,6 +34,7 @@ from frontend.output_text import OutputText
 from frontend.prompt import needs_tokenizer, read_prompt, truncate
 from frontend.request import IdsPrompt, Job, RequestState
 from frontend.request_log import log_request
+from frontend.request_trace import RequestTrace
 from frontend.start_queue import StartQueue
 from frontend.tenant_limits import TenantLimits, cost_of, cost_so_far
 from frontend.tokenizer_client import TokenizerClient
@@ -167,6 +170,13 @@ class Dispatcher:
     def is_in_flight(self, request_id: str) -> bool:
         return request_id in self._admitted
 
+    def free_request_id(self, wanted: str) -> str:
+        """For a request without an id: x-request-id, which may cover several calls, whose
+        own ids must differ."""
+        if not self.is_in_flight(wanted):
+            return wanted
+        return f"{wanted[:111]}-{secrets.token_hex(8)}"
+
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED. Raises NotFound."""
         state = self._admitted.get(request_id)
@@ -238,6 +248,11 @@ class Dispatcher:
             arrived_at=now,
             deadline=deadline,
         )
+        trace = current_trace()
+        if trace is not None and trace.sampled:
+            state.trace_id = trace.trace_id
+            if trace.span is not None:
+                state.trace = RequestTrace(trace.span, job, now)
         self._admitted[job.request_id] = state
         self._idle.clear()
         return state
@@ -264,6 +279,7 @@ class Dispatcher:
             served = self.engine_side.served()
             state.prompt_ids = truncate(state.job, prompt.ids, served.max_model_len)
             return
+        begun_at = self._clock()
         state.tokenizing = asyncio.ensure_future(self._encode(state))
         try:
             state.prompt_ids, state.echo = await state.tokenizing
@@ -273,6 +289,8 @@ class Dispatcher:
             raise
         finally:
             state.tokenizing = None
+            if state.trace is not None:
+                state.trace.tokenized(begun_at, self._clock())
 
     async def _encode(self, state: RequestState) -> ReadPrompt:
         """The prompt; sets bad_words. All texts are tokenized at the same time."""
@@ -327,7 +345,10 @@ class Dispatcher:
         state.share.correct(cost_so_far(state))
         for held in (state.reservation, state.share):
             held.release(completed=state.outcome in ("stop", "length"))
-        log_request(state, error, self._clock(), with_prompt=self._log_prompts)
+        now = self._clock()
+        log_request(state, error, now, with_prompt=self._log_prompts)
+        if state.trace is not None:
+            state.trace.end(state, error, now)
         if not self._admitted:
             self._idle.set()
 
@@ -355,15 +376,17 @@ class Dispatcher:
         self._health.set(tokenizer=False)
 
     def text(self, state: RequestState, text: str, num_tokens: int) -> None:
-        ids = state.output_ids[state.num_acked : num_tokens] if state.job.return_token_ids else ()
-        logprobs = state.logprobs
+        job, logprobs = state.job, state.logprobs
+        ids = state.output_ids[state.num_acked : num_tokens] if job.return_token_ids else []
         positions: Sequence[PositionLogprobs] = ()
-        if state.job.sampling.logprobs is not None:
+        if job.sampling.logprobs is not None:
             positions = logprobs.output(state.num_acked, num_tokens)
+        prompt = logprobs.take_prompt() if job.sampling.prompt_logprobs is not None else ()
+        if state.text.is_plain:
+            state.outbox.put(text, ids, positions, prompt, state.index)
+            return
         shown = state.text.add(text)
-        state.outbox.put(
-            shown.text, ids, positions, logprobs.take_prompt(), state.index, shown.tool_calls
-        )
+        state.outbox.put(shown.text, ids, positions, prompt, state.index, shown.tool_calls)
 
     def stopped(self, state: RequestState, stop_index: int, num_tokens: int) -> None:
         self._complete(state, FinishReason.STOP, num_tokens, stop_string=state.job.stop[stop_index])
@@ -417,8 +440,11 @@ class Dispatcher:
     def _settle(self, state: RequestState, outcome: str) -> None:
         assert not state.outcome
         state.outcome = outcome
+        now = self._clock()
         if self._metrics.model is not None:
-            self._metrics.model.settled(state, self._clock())
+            self._metrics.model.settled(state, now)
+        if state.trace is not None:
+            state.trace.settled(now)
 
     def _make_limits(self, ready: Ready | None) -> None:
         info = self._tokenizer_info

@@ -136,6 +136,7 @@ class EngineSide:
         Raises Unavailable."""
         usable = self.pool.usable()
         if not usable or self.replay.trying:
+            self._note_wait(state)
             self.replay.wait(state)
             self._send_waiting()
             return
@@ -176,6 +177,8 @@ class EngineSide:
         link.client.add(add_message(state, engine_id, link.client.epoch, self._clock()))
         if state.num_adds:
             self._metrics.request_replayed()
+        if state.trace is not None:
+            state.trace.given(self._clock(), link.address)
         state.link = link
         state.engine_id = engine_id
         state.num_adds += 1
@@ -201,6 +204,7 @@ class EngineSide:
         for link, taken in _by_link(states).items():
             unfinished = [state for state in taken if not state.engine_finished]
             _take_away(link, unfinished)
+            self._note_wait(*unfinished)
             self.paused.update({state.internal_id: state for state in unfinished})
 
     def go_on(self, *states: RequestState) -> None:
@@ -221,6 +225,7 @@ class EngineSide:
             if not state.engine_finished and any(fits(state, other) for other in others)
         ]
         _take_away(link, moved)
+        self._note_wait(*moved)
         for state in moved:
             self.replay.move(state)
         self._send_waiting()
@@ -312,6 +317,7 @@ class EngineSide:
         for engine_id, state in list(link.live.items()):
             if not state.engine_finished:
                 del link.live[engine_id]
+                self._note_wait(state)
                 self.replay.lose(state)
                 self._lost.add(link)
         self.update_health()
@@ -385,7 +391,15 @@ class EngineSide:
     def take_back(self, state: RequestState) -> bool:
         """StepReader's: a request waits to be sent again, if an engine is or may come."""
         others = any(link is not state.link for link in self.pool.usable())
-        return (others or self._restart_timeout > 0) and self.replay.take_back(state)
+        taken = (others or self._restart_timeout > 0) and self.replay.take_back(state)
+        if taken:
+            self._note_wait(state)
+        return taken
+
+    def _note_wait(self, *states: RequestState) -> None:
+        for state in states:
+            if state.trace is not None:
+                state.trace.waits(self._clock())
 
 
 def fits(state: RequestState, link: EngineLink) -> bool:

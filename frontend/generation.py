@@ -8,6 +8,7 @@ from frontend.stream import Finish, Outbox
 
 if TYPE_CHECKING:
     from frontend.dispatcher import Dispatcher
+    from frontend.frame_writer import FrameWriter
     from frontend.request import Job
     from frontend.stream import Delta, Queued
 
@@ -48,6 +49,11 @@ class Generation:
         """As the engine has them, once entered."""
         return self._state.prompt_ids
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, known once the engine has started on it."""
+        return self._state.num_cached_tokens
+
     def _outbox(self) -> Outbox:
         return Outbox()
 
@@ -60,6 +66,11 @@ class Generation:
             self.finish = item
             raise StopAsyncIteration
         return item
+
+    async def pour(self, writer: FrameWriter) -> Finish:
+        """Has all of it written, in place of iterating; the error that ended it is raised."""
+        self.finish = await writer.pour(self._state.outbox)
+        return self.finish
 
     async def whole(self) -> tuple[list[Delta], Finish]:
         """The output of each sequence and the outcome, once it has ended."""

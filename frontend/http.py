@@ -1,4 +1,5 @@
-"""HTTP beside gRPC, in the same event loop: /metrics, /healthz, /readyz, and frontend/openai/."""
+"""HTTP beside gRPC, in the same event loop: /metrics, /healthz, /readyz, and the routes of
+frontend/openai/ and frontend/web/."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import socket
 from typing import TYPE_CHECKING
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from frontend.gate import HttpGate
+from frontend.metrics_page import MetricsPage
 from frontend.openai.errors import plain_error
 from pagewire.errors import ConfigError
 from pagewire.obs.complaints import COMPLAINT_INTERVAL_S
@@ -119,8 +120,11 @@ class HttpServer:
 
 
 def make_app(metrics: Metrics, health: HealthBoard, routes: Sequence[Route] = ()) -> Starlette:
+    page = MetricsPage(metrics)
+
     async def get_metrics(request: Request) -> Response:
-        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        body, content_type = page.get(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def healthz(request: Request) -> Response:
         return PlainTextResponse("ok\n")

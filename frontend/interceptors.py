@@ -5,7 +5,8 @@
   no initial metadata, so that it goes out as Trailers-Only and clients' retry
   policies may retry it (gRFC A6).
 - x-tenant-id is the tenant of a request that names none itself.
-- traceparent (https://www.w3.org/TR/trace-context/) is carried into the logs.
+- traceparent is carried into the logs, and is the parent of the call's span
+  (frontend/call_trace.py).
 - A PagewireError becomes its status; anything else INTERNAL with an id that
   finds the traceback in the log.
 """
@@ -16,7 +17,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import re
 import secrets
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -36,19 +36,24 @@ from pagewire.errors import (
 from pagewire.obs.logging import log_context
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from frontend.call_trace import CallTrace, CallTracing
     from frontend.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 TENANT_KEY = "x-tenant-id"
-OUR_PREFIX = "/pagewire.v1."
+SERVED_PREFIXES = (
+    "/pagewire.v1.",
+    "/inference.GRPCInferenceService/",
+    "/vllm.grpc.engine.VllmEngine/",
+)
+"""Of the methods that servicers of this room answer."""
 NO_DEADLINE_S = 365 * 86400.0
 """A deadline beyond this is none: event loops cannot hold any float as a timer."""
 
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _call: ContextVar[Call] = ContextVar("frontend_call")
 
 # Generic in the stubs only.
@@ -67,7 +72,6 @@ class Call:
     method: str
     request_id: str
     """x-request-id."""
-    trace_id: str | None
     deadline: float | None
     """On the event loop's clock."""
     tenant: str = ""
@@ -87,10 +91,11 @@ class Undecodable:
 
 
 class Edge(Interceptor):
-    """Wraps the handlers of pagewire.v1 services; others pass untouched."""
+    """Wraps the handlers of our own servicers; others pass untouched."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, tracing: CallTracing) -> None:
         self._metrics = metrics
+        self._tracing = tracing
 
     async def intercept_service(
         self,
@@ -99,19 +104,26 @@ class Edge(Interceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_PREFIX):
+        if handler is None or not method.startswith(SERVED_PREFIXES):
             return handler
-        assert not handler.request_streaming, "no client streaming in pagewire.v1's public API"
         metadata = dict(handler_call_details.invocation_metadata or ())
         wrap = functools.partial(self._serve, method=method, metadata=metadata)
         decode = functools.partial(deserialize, handler.request_deserializer)
+        encode = _serializer(handler.response_serializer)
+        if handler.request_streaming:
+            assert inspect.iscoroutinefunction(handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(
+                _coroutine(wrap, _decoded(handler.stream_stream)),
+                decode,
+                encode,
+            )
         if handler.response_streaming:
             assert inspect.iscoroutinefunction(handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(
-                _coroutine(wrap, handler.unary_stream), decode, handler.response_serializer
+                _coroutine(wrap, handler.unary_stream), decode, encode
             )
         return grpc.unary_unary_rpc_method_handler(
-            _coroutine(wrap, handler.unary_unary), decode, handler.response_serializer
+            _coroutine(wrap, handler.unary_unary), decode, encode
         )
 
     async def _serve(
@@ -125,22 +137,28 @@ class Edge(Interceptor):
     ) -> Any:
         call = make_call(method, metadata, context)
         _call.set(call)
+        trace = self._tracing.rpc(method, metadata)
         fields = {"request_id": call.request_id}
-        if call.trace_id is not None:
-            fields["trace_id"] = call.trace_id
+        if trace is not None:
+            fields["trace_id"] = trace.trace_id
         with log_context(**fields):
             context.set_trailing_metadata(call.metadata)
             try:
                 response = await self._run(behavior, request, context, call)
             except asyncio.CancelledError:
-                self._metrics.rpc_handled(method, grpc.StatusCode.CANCELLED.name)
+                self._handled(method, grpc.StatusCode.CANCELLED, trace)
                 raise
             except Exception as error:
-                status = _status_of(error)
-                self._metrics.rpc_handled(method, status.code.name)
+                status = status_of(error)
+                self._handled(method, status.code, trace)
                 await abort(context, status, (*call.metadata, *status.trailing_metadata))
-            self._metrics.rpc_handled(method, grpc.StatusCode.OK.name)
+            self._handled(method, grpc.StatusCode.OK, trace)
             return response
+
+    def _handled(self, method: str, code: grpc.StatusCode, trace: CallTrace | None) -> None:
+        self._metrics.rpc_handled(method, code.name)
+        if trace is not None:
+            trace.end(code)
 
     async def _run(
         self,
@@ -149,8 +167,7 @@ class Edge(Interceptor):
         context: Context,
         call: Call,
     ) -> Any:
-        if isinstance(request, Undecodable):
-            raise InvalidRequest("", "the body is not a valid request message")
+        refuse_undecodable(request)
         try:
             async with asyncio.timeout_at(call.deadline) as timer:
                 return await behavior(request, context)
@@ -192,6 +209,26 @@ def _coroutine(
     return handle
 
 
+def _decoded(
+    behavior: Callable[[AsyncIterator[Any], Context], Awaitable[Any]],
+) -> Callable[[AsyncIterator[Any], Context], Awaitable[Any]]:
+    async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            refuse_undecodable(request)
+            yield request
+
+    async def handle(requests: AsyncIterator[Any], context: Context) -> Any:
+        return await behavior(checked(requests), context)
+
+    return handle
+
+
+def refuse_undecodable(request: object) -> None:
+    """Raises InvalidRequest for what stands for no message."""
+    if isinstance(request, Undecodable):
+        raise InvalidRequest("", "the body is not a valid request message")
+
+
 def deserialize(deserializer: Callable[[bytes], Any], body: bytes) -> Any:
     """The message, or Undecodable: an exception here would end the call with UNKNOWN and a
     traceback in the log."""
@@ -199,6 +236,15 @@ def deserialize(deserializer: Callable[[bytes], Any], body: bytes) -> Any:
         return deserializer(body)
     except Exception:
         return Undecodable()
+
+
+def _serializer(serializer: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Lets handlers answer with messages that are encoded already."""
+
+    def serialize(message: Any) -> bytes:
+        return message if type(message) is bytes else serializer(message)
+
+    return serialize
 
 
 def read_request_id(given: object) -> str:
@@ -212,24 +258,18 @@ def read_request_id(given: object) -> str:
     return secrets.token_hex(16)
 
 
-def read_trace_id(traceparent: object) -> str | None:
-    """Of a W3C traceparent; None where it is none."""
-    trace = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
-    return None if trace is None else trace[1]
-
-
 def make_call(method: str, metadata: dict[str, Any], context: Context) -> Call:
     """What its metadata says of a call; ids that are no ids are replaced."""
     request_id = read_request_id(metadata.get(REQUEST_ID_KEY, ""))
-    trace_id = read_trace_id(metadata.get("traceparent", ""))
     remaining: float | None = context.time_remaining()
     deadline = None
     if remaining is not None and remaining < NO_DEADLINE_S:
         deadline = asyncio.get_running_loop().time() + remaining
-    return Call(method, request_id, trace_id, deadline, metadata.get(TENANT_KEY, ""))
+    return Call(method, request_id, deadline, metadata.get(TENANT_KEY, ""))
 
 
-def _status_of(error: Exception) -> RichStatus:
+def status_of(error: Exception) -> RichStatus:
+    """What a caller is told; what is our own fault goes to the log."""
     if isinstance(error, InternalError) or not isinstance(error, PagewireError):
         error_id = secrets.token_hex(8)
         logger.error("internal error %s", error_id, exc_info=error)

@@ -2,28 +2,25 @@
 
 The vllm: names and buckets let routers and dashboards made for vLLM read this
 server (https://docs.vllm.ai/en/latest/usage/metrics.html). Children are bound to
-their labels once, when the model is known. The engine has no metrics library:
+their labels once, when the model is known. The engine has no metrics of its own:
 its totals arrive as StepStats and are added here as differences.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from frontend.branches import branches_of
+from frontend.instruments import Counter, Gauge, Histogram, Registry, WatchedGauge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from frontend.admission import RejectReason
+    from frontend.instruments import Distribution, F, Family, Value
     from frontend.request import RequestState
     from pagewire.wire.messages import Ready, StepStats
 
@@ -33,6 +30,9 @@ _LABELS = ("model_name", "engine")
 _MAX_LAG_S = 60.0
 _NO_TOTALS: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
 _MAX_OUT_OF_REACH = 64
+MAX_TENANTS = 64
+"""Callers may make up names: those beyond have their figures in common."""
+OTHER_TENANTS = "other"
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -57,91 +57,87 @@ _FREE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class StepHistogram(Collector):
-    """A histogram for the event loop's hot path: many equal observations at once.
+class Bucketed(msgspec.Struct):
+    """A histogram since the start: `counts[i]` observations of at most `bounds[i]` seconds
+    and above the bound before; the last count is of those beyond all bounds."""
 
-    prometheus_client's own takes a lock for each observation; this one belongs to
-    one thread. As a collector it yields the same exposition.
-    """
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
 
-    def __init__(
-        self, name: str, documentation: str, labels: tuple[str, str], buckets: Sequence[float]
-    ) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._labels = labels
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+class Latencies(NamedTuple):
+    ttft: Bucketed
+    itl: Bucketed
+    e2e: Bucketed
 
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._documentation, labels=_LABELS)
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), float(total)))
-        family.add_metric(self._labels, buckets, self._sum)
-        yield family
+
+class ServedTotals(msgspec.Struct):
+    """Since the start, over all engines there were."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
 
 
 class Metrics:
     """All instruments of one frontend; its own registry, so tests can have many."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry = Registry()
         self.model: ModelMetrics | None = None
         """None until an engine has said what it serves."""
-        self._rejections = Counter(
+        self._rejections = self._counter(
             "vllm:admission_rejections",
             "Requests turned away by an admission bound.",
             ("reason",),
-            registry=self.registry,
         )
-        self._refused = Counter(
+        self._refused = self._counter(
             "pagewire_requests_refused",
             "Generate calls that ended before the engine was given them, by error code.",
             ("code",),
-            registry=self.registry,
         )
-        self._rpcs = Counter(
+        self._rpcs = self._counter(
             "pagewire_rpcs_handled",
             "RPCs by method and status code.",
             ("method", "code"),
-            registry=self.registry,
         )
-        self._given_up = Counter(
+        self._given_up = self._counter(
             "pagewire_deadlines_given_up",
             "Requests dropped in the engine's queue for their deadline.",
-            registry=self.registry,
         )
-        self._replayed = Counter(
+        self._replayed = self._counter(
             "pagewire_requests_replayed",
             "Running requests that were given to an engine again.",
-            registry=self.registry,
         )
-        self._restarts = Counter(
+        self._restarts = self._counter(
             "pagewire_engine_restarts",
             "Engines that came in the place of one that died.",
-            registry=self.registry,
         )
         for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
             self._rejections.labels(reason)
 
     def deadline_given_up(self) -> None:
-        self._given_up.inc()
+        self._given_up.labels().inc()
 
     def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is scraped."""
-        Gauge(name, documentation, registry=self.registry).set_function(read)
+        self.registry.add(WatchedGauge(name, documentation, read))
 
-    def exposition(self) -> bytes:
-        """The text format, version 0.0.4."""
-        return generate_latest(self.registry)
+    def exposition(self, *, openmetrics: bool = False) -> bytes:
+        """The text format, version 0.0.4, or OpenMetrics, which has the exemplars."""
+        return self.registry.page(openmetrics=openmetrics)
+
+    def latencies(self) -> Latencies:
+        """Empty until an engine has said what it serves."""
+        if self.model is None:
+            return Latencies(Bucketed(), Bucketed(), Bucketed())
+        return self.model.latencies()
+
+    def served_totals(self) -> ServedTotals:
+        return ServedTotals() if self.model is None else self.model.served_totals()
 
     def engine_ready(self, ready: Ready) -> ModelMetrics:
         if self.model is None or self.model.name != ready.model_name:
@@ -158,23 +154,26 @@ class Metrics:
         self._refused.labels(code).inc()
 
     def request_replayed(self) -> None:
-        self._replayed.inc()
+        self._replayed.labels().inc()
 
     def engine_restarted(self) -> None:
-        self._restarts.inc()
+        self._restarts.labels().inc()
 
     def rpc_handled(self, method: str, code: str) -> None:
         self._rpcs.labels(method, code).inc()
+
+    def _counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
+        return self.registry.add(Counter(name, documentation, labels))
 
 
 class ModelMetrics:
     """The instruments that carry the model's name, bound to their labels once."""
 
-    def __init__(self, registry: CollectorRegistry, name: str) -> None:
+    def __init__(self, registry: Registry, name: str) -> None:
         self.name = name
         self._registry = registry
         self._labels = (name, ENGINE)
-        self._collectors: list[Collector] = []
+        self._families: list[Family[Value] | Family[Distribution]] = []
         self._readies: dict[int, Ready] = {}
         """The engines that are there, by epoch; their figures are added up."""
         self._stats: dict[int, StepStats] = {}
@@ -189,13 +188,13 @@ class ModelMetrics:
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting for the engine.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Used KV blocks, 0 to 1.")
-        self._cache_config = Gauge(
-            "vllm:cache_config_info",
-            "The KV cache's shape.",
-            (*_LABELS, "block_size", "num_gpu_blocks"),
-            registry=self._registry,
+        self._cache_config = self._add(
+            Gauge(
+                "vllm:cache_config_info",
+                "The KV cache's shape.",
+                (*_LABELS, "block_size", "num_gpu_blocks"),
+            )
         )
-        self._collectors.append(self._cache_config)
         self._preemptions = self._counter("vllm:num_preemptions", "Preemptions.")
         self._prefix_queries = self._counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
@@ -226,14 +225,31 @@ class ModelMetrics:
         self._prompt_cached = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens whose KV was cached."
         )
-        success = Counter(
-            "vllm:request_success",
-            "Requests by outcome.",
-            (*_LABELS, "finished_reason"),
-            registry=self._registry,
+        success = self._add(
+            Counter("vllm:request_success", "Requests by outcome.", (*_LABELS, "finished_reason"))
         )
-        self._collectors.append(success)
         self._outcomes = {r: success.labels(*self._labels, r) for r in FINISHED_REASONS}
+        self._tenants: set[str] = set()
+        """Those with labels of their own."""
+        self._tenant_requests = self._add(
+            Counter(
+                "pagewire_tenant_requests",
+                "Requests by tenant and outcome.",
+                (*_LABELS, "tenant", "finished_reason"),
+            )
+        )
+        self._tenant_prompt = self._add(
+            Counter(
+                "pagewire_tenant_prompt_tokens", "Prompt tokens by tenant.", (*_LABELS, "tenant")
+            )
+        )
+        self._tenant_generation = self._add(
+            Counter(
+                "pagewire_tenant_generation_tokens",
+                "Output tokens by tenant.",
+                (*_LABELS, "tenant"),
+            )
+        )
         self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT
         )
@@ -263,34 +279,46 @@ class ModelMetrics:
         )
 
     def _init_steps(self) -> None:
-        self._itl = self._step(
+        self._itl = self._histogram(
             "vllm:inter_token_latency_seconds", "Between a request's tokens.", _ITL
         )
-        self._fine_itl = self._step(
+        self._fine_itl = self._histogram(
             "pagewire_inter_token_latency_seconds", "The same in finer buckets.", _FINE_ITL
         )
-        self._iteration = self._step(
+        self._iteration = self._histogram(
             "vllm:iteration_tokens_total", "Tokens computed in a step.", _ITERATION
         )
-        self._wire_lag = self._step(
+        self._wire_lag = self._histogram(
             "pagewire_wire_lag_seconds", "Engine's send to frontend's receive, one host.", _LAG
         )
-        self._batch = self._step(
+        self._batch = self._histogram(
             "pagewire_tokenizer_batch_rows", "Requests in a detokenize message.", _BATCH
         )
-        self._detokenize = self._step(
+        self._detokenize = self._histogram(
             "pagewire_detokenize_seconds", "A step's ids out to its text back.", _LAG
         )
-        self._cancel_to_free = self._step(
+        self._cancel_to_free = self._histogram(
             "pagewire_cancel_to_free_seconds", "Abort sent to the engine's answer.", _FREE
         )
-        self._abort_to_free = self._step(
+        self._abort_to_free = self._histogram(
             "pagewire_abort_to_free_seconds", "Abort at the engine to blocks free.", _FREE
         )
 
     def unregister(self) -> None:
-        for collector in self._collectors:
-            self._registry.unregister(collector)
+        for family in self._families:
+            self._registry.remove(family)
+
+    def latencies(self) -> Latencies:
+        return Latencies(*map(_bucketed, (self._ttft, self._fine_itl, self._e2e)))
+
+    def served_totals(self) -> ServedTotals:
+        return ServedTotals(
+            prompt_tokens=int(self._prompt.value),
+            output_tokens=int(self._generation.value),
+            prefix_cache_queries=int(self._prefix_queries.value),
+            prefix_cache_hits=int(self._prefix_hits.value),
+            preemptions=int(self._preemptions.value),
+        )
 
     # The engine's side.
 
@@ -375,15 +403,17 @@ class ModelMetrics:
         self._prompt.inc(len(state.prompt_ids))
         self._prompt_cached.inc(state.num_cached_tokens)
 
-    def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+    def first_token(self, state: RequestState, now: float) -> None:
+        self._ttft.observe(now - state.arrived_at, trace_id=state.trace_id)
 
     def settled(self, state: RequestState, now: float) -> None:
         """Once for each request that was admitted and not refused."""
         self._outcomes[state.outcome].inc()
-        self._e2e.observe(now - state.arrived_at)
+        self._e2e.observe(now - state.arrived_at, trace_id=state.trace_id)
         self._request_prompt.observe(len(state.prompt_ids))
-        self._request_generation.observe(sum(len(b.output_ids) for b in branches_of(state)))
+        num_output = sum(len(branch.output_ids) for branch in branches_of(state))
+        self._request_generation.observe(num_output)
+        self._settled_of_tenant(state, num_output)
         if state.sampling is not None:
             self._max_tokens.observe(state.sampling.max_tokens)
         if state.started:
@@ -393,30 +423,33 @@ class ModelMetrics:
             self._decode.observe(state.decode_s)
             self._inference.observe(state.prefill_s + state.decode_s)
 
+    def _settled_of_tenant(self, state: RequestState, num_output: int) -> None:
+        tenant = state.job.tenant
+        if tenant not in self._tenants:
+            if len(self._tenants) < MAX_TENANTS:
+                self._tenants.add(tenant)
+            else:
+                tenant = OTHER_TENANTS
+        labels = (*self._labels, tenant)
+        self._tenant_requests.labels(*labels, state.outcome).inc()
+        self._tenant_prompt.labels(*labels).inc(len(state.prompt_ids) if state.started else 0)
+        self._tenant_generation.labels(*labels).inc(num_output)
+
     # Construction.
 
-    def _gauge(self, name: str, documentation: str) -> Gauge:
-        gauge = Gauge(name, documentation, _LABELS, registry=self._registry)
-        self._collectors.append(gauge)
-        return gauge.labels(*self._labels)
+    def _gauge(self, name: str, documentation: str) -> Value:
+        return self._add(Gauge(name, documentation, _LABELS)).labels(*self._labels)
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        counter = Counter(name, documentation, _LABELS, registry=self._registry)
-        self._collectors.append(counter)
-        return counter.labels(*self._labels)
+    def _counter(self, name: str, documentation: str) -> Value:
+        return self._add(Counter(name, documentation, _LABELS)).labels(*self._labels)
 
-    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(
-            name, documentation, _LABELS, buckets=buckets, registry=self._registry
-        )
-        self._collectors.append(histogram)
-        return histogram.labels(*self._labels)
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Distribution:
+        family = Histogram(name, documentation, _LABELS, buckets=buckets)
+        return self._add(family).labels(*self._labels)
 
-    def _step(self, name: str, documentation: str, buckets: Sequence[float]) -> StepHistogram:
-        histogram = StepHistogram(name, documentation, self._labels, buckets)
-        self._registry.register(histogram)
-        self._collectors.append(histogram)
-        return histogram
+    def _add(self, family: F) -> F:
+        self._families.append(family)
+        return self._registry.add(family)
 
 
 def total_stats(all_stats: Iterable[StepStats]) -> StepStats | None:
@@ -433,6 +466,10 @@ def total_stats(all_stats: Iterable[StepStats]) -> StepStats | None:
         }
         total = msgspec.structs.replace(total, **sums)
     return total
+
+
+def _bucketed(distribution: Distribution) -> Bucketed:
+    return Bucketed(distribution.bounds, distribution.counts)
 
 
 def _totals(stats: StepStats) -> tuple[int, ...]:

@@ -24,11 +24,13 @@ class Shown(NamedTuple):
 class OutputText:
     """The echoed prompt goes ahead of the first piece, and calls are taken out."""
 
-    __slots__ = ("_echo", "_parser")
+    __slots__ = ("_echo", "_parser", "is_plain")
 
     def __init__(self, echo: str = "", parser: ToolCallParser | None = None) -> None:
         self._echo = echo
         self._parser = parser
+        self.is_plain = parser is None and not echo
+        """Whether add() would give back what it is given."""
 
     @property
     def has_calls(self) -> bool:
@@ -40,6 +42,7 @@ class OutputText:
         if self._echo:
             shown = Shown(self._echo + shown.text, shown.tool_calls)
             self._echo = ""
+            self.is_plain = self._parser is None
         return shown
 
     def finish(self) -> Shown:

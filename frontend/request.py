@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from frontend.admission import Reservation
     from frontend.engine_link import EngineLink
     from frontend.prompt import ReadPrompt
+    from frontend.request_trace import RequestTrace
     from frontend.stream import Outbox, SequenceEnd
     from frontend.tenant_limits import TenantShare
     from pagewire.errors import PagewireError
@@ -246,6 +247,10 @@ class RequestState:
     """Why it failed, once it has."""
     outcome: str = ""
     """stop, length, abort or error once it is settled."""
+    trace_id: str | None = None
+    """Of the trace in which it can be found; None where it is not recorded."""
+    trace: RequestTrace | None = None
+    """Its spans in the making, of the first sequence only; None where none are made."""
 
     # With the engine.
     link: EngineLink | None = None

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from frontend.dispatcher import Dispatcher
+    from frontend.frame_writer import FrameWriter
     from frontend.request import Job, RequestState, ResumeCall
-    from frontend.stream import Delta, Outbox, Queued
+    from frontend.stream import Delta, Finish, Outbox, Queued
 
 logger = logging.getLogger(__name__)
 
@@ -215,9 +216,16 @@ class _Reader(Generation):
         self._desk.leave(self._held, self, error)
 
     async def __anext__(self) -> Delta | Queued:
+        self._check_held()
+        return await super().__anext__()
+
+    async def pour(self, writer: FrameWriter) -> Finish:
+        self._check_held()
+        return await super().pour(writer)
+
+    def _check_held(self) -> None:
         if self._held.reader is not self:
             raise Cancelled("another client has taken the stream over")
-        return await super().__anext__()
 
 
 class _Resumable(_Reader):

@@ -21,11 +21,13 @@ from grpc_health.v1 import health_pb2_grpc
 from frontend.admin_servicer import AdminServicer
 from frontend.auth import Auth
 from frontend.bodies import Bodies
+from frontend.call_trace import CallTracing
 from frontend.dispatcher import Dispatcher
 from frontend.gate import Gate
 from frontend.health import HealthBoard
 from frontend.http import HttpServer
 from frontend.interceptors import Edge
+from frontend.kserve.servicer import InferenceServicer as KserveServicer
 from frontend.metrics import Metrics
 from frontend.model_servicer import ModelServicer
 from frontend.openai.routes import openai_routes
@@ -34,12 +36,16 @@ from frontend.resume import Resumables
 from frontend.servicer import InferenceServicer
 from frontend.tls import tls_of
 from frontend.tokenizer_servicer import TokenizerServicer
+from frontend.vllm_engine import protocol as vllm_protocol
 from frontend.watched_file import watch_forever
+from frontend.web.routes import live_route, page_routes
 from pagewire import collector
 from pagewire.errors import ConfigError, Unavailable
+from pagewire.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from pagewire.launch import ORPHANED
 from pagewire.obs import ready
 from pagewire.obs.complaints import Complaints
+from pagewire.obs.traces import Tracer, find_endpoint
 from pagewire.v1 import (
     admin_pb2_grpc,
     inference_pb2_grpc,
@@ -59,6 +65,7 @@ PUBLIC_SERVICES = (
     "pagewire.v1.InferenceService",
     "pagewire.v1.TokenizerService",
     "pagewire.v1.ModelService",
+    "inference.GRPCInferenceService",
 )
 ADMIN_SERVICES = ("pagewire.v1.AdminService",)
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -72,14 +79,23 @@ class Frontend:
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
+        receiver = find_endpoint(config.otlp_endpoint)
+        self.tracer = None if receiver is None else Tracer(*receiver)
+        """None where no spans are made."""
+        self._tracing = CallTracing(self.tracer)
         self.metrics = Metrics()
-        self.health = HealthBoard(("", *PUBLIC_SERVICES), ADMIN_SERVICES)
+        self._services: tuple[str, ...] = PUBLIC_SERVICES
+        if config.vllm_protocol:
+            vllm_protocol.check_installed()
+            self._services += (vllm_protocol.SERVICE,)
+        self.health = HealthBoard(("", *self._services), ADMIN_SERVICES)
         self.dispatcher = Dispatcher(config, self.metrics, self.health)
         self.resumables = Resumables(
             self.dispatcher, config.resume_ttl, config.max_requests, clock=time.monotonic
         )
         self._complaints = Complaints(logger)
-        self._auth = Auth(config.api_keys, config.auth_exempt)
+        page = page_routes() if config.web_page else []
+        self._auth = Auth(config.api_keys, config.auth_exempt, [route.path for route in page])
         self._tls = tls_of(config)
         self._http = HttpServer(
             config.host,
@@ -89,12 +105,17 @@ class Frontend:
             auth=self._auth,
             complaints=self._complaints,
             tls=None if self._tls is None else self._tls.http_context(),
-            routes=openai_routes(
-                self.dispatcher,
-                self.metrics,
-                self.health,
-                max_body_bytes=config.max_message_mib * 2**20,
-            ),
+            routes=[
+                *page,
+                live_route(self.dispatcher, self.metrics, self.health),
+                *openai_routes(
+                    self.dispatcher,
+                    self.metrics,
+                    self.health,
+                    self._tracing,
+                    max_body_bytes=config.max_message_mib * 2**20,
+                ),
+            ],
         )
         self._signals = 0
         self._closed = False
@@ -104,7 +125,7 @@ class Frontend:
     async def start(self) -> None:
         """Binds all ports. Raises ConfigError or BindError; does not wait for the engine."""
         config = self._config
-        self._public = self._grpc_server((*PUBLIC_SERVICES, HEALTH_SERVICE))
+        self._public = self._grpc_server((*self._services, HEALTH_SERVICE))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.dispatcher, self.resumables), self._public
         )
@@ -114,6 +135,11 @@ class Frontend:
         model_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelServicer(self.dispatcher), self._public
         )
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            KserveServicer(self.dispatcher, self.health), self._public
+        )
+        if config.vllm_protocol:
+            vllm_protocol.add_to(self._public, self.dispatcher, self.resumables, self.health)
         self._admin = self._grpc_server((*ADMIN_SERVICES, HEALTH_SERVICE))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.dispatcher, config.drain_timeout), self._admin
@@ -200,6 +226,8 @@ class Frontend:
         await self._http.close()
         await self.health.close()
         await self.dispatcher.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     async def _announce(self) -> None:
         await self.health.wait_serving()
@@ -238,7 +266,7 @@ class Frontend:
             interceptors=(
                 Gate(self._auth, self.metrics, self._complaints),
                 Bodies(),
-                Edge(self.metrics),
+                Edge(self.metrics, self._tracing),
             ),
             # Admission counts requests whose message has come. This bounds the calls that
             # are only opened, over all connections; gRPC refuses the rest by itself.

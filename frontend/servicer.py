@@ -1,11 +1,12 @@
-"""InferenceService: validate -> submit -> async for -> convert."""
+"""InferenceService: validate -> submit -> pour -> convert."""
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING
 
 from frontend.convert import answers, calls
+from frontend.convert.frames import stream_frame
+from frontend.frame_writer import FrameWriter
 from frontend.generation import Generation
 from frontend.interceptors import Context, current_call, send
 from frontend.validate import check_request_id, validate
@@ -40,10 +41,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         async with self._generation(request) as generation:
             await send(context.send_initial_metadata(current_call().metadata))
-            async for item in generation:
-                await send(context.write(answers.stream_frame(item)))
-            assert generation.finish is not None
-            await send(context.write(answers.final_frame(generation.finish)))
+            finish = await generation.pour(FrameWriter(context.write, stream_frame))
+            await send(context.write(answers.final_frame(finish)))
 
     async def Cancel(
         self, request: inference_pb2.CancelRequest, context: Context
@@ -66,9 +65,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest
     ) -> Job:
         limits = self._dispatcher.limits()
-        default_id = current_call().request_id
-        # One x-request-id may cover several calls; their own ids must differ.
-        if self._dispatcher.is_in_flight(default_id):
-            default_id = f"{default_id[:111]}-{secrets.token_hex(8)}"
+        default_id = self._dispatcher.free_request_id(current_call().request_id)
         call = calls.generate_call(request)
         return validate(call, limits, default_id, current_call().tenant)

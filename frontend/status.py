@@ -50,6 +50,7 @@ STATUS = {
     "message_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "feature_disabled": grpc.StatusCode.FAILED_PRECONDITION,
     "failed_precondition": grpc.StatusCode.FAILED_PRECONDITION,
+    "unimplemented": grpc.StatusCode.UNIMPLEMENTED,
     "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
     "cancelled": grpc.StatusCode.CANCELLED,
     "unavailable": grpc.StatusCode.UNAVAILABLE,

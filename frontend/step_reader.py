@@ -80,7 +80,10 @@ class StepReader:
             state = live.get(internal_id)
             if state is None or count == 0:
                 continue
-            state.output_ids += ids[begin:end]
+            if count == 1:
+                state.output_ids.append(ids[begin])
+            else:
+                state.output_ids += ids[begin:end]
             taken += count
             if state.first_token_at:
                 gap = now - state.last_token_at
@@ -97,10 +100,12 @@ class StepReader:
         state.first_token_at = now
         state.reservation.first_output()
         if self._metrics.model is not None and not state.index:
-            self._metrics.model.first_token(now - state.arrived_at)
+            self._metrics.model.first_token(state, now)
 
     def _start(self, link: EngineLink, started: Started) -> None:
         state = link.live.get(started.request_id)
+        if state is not None and state.trace is not None:
+            state.trace.started(started.queue_s)
         if state is None or state.started:
             return
         state.started = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,13 +26,13 @@ class Delta:
 
     text: str
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: Sequence[PositionLogprobs] = field(default_factory=list)
     """One a new token, with or without token_ids."""
     prompt_logprobs: Sequence[PositionLogprobs] = ()
     """In the first delta, if asked for."""
     index: int = 0
     """Whose it is, of the request's n sequences."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: Sequence[ToolCall] = field(default_factory=list)
     """Complete with this delta; their text is not in `text`."""
 
 
@@ -76,6 +76,23 @@ class Finish:
     seed: int
 
 
+class Reader(Protocol):
+    """Who is called, instead of one who waits. It must not raise: what calls it is in the
+    middle of a step that others have a part in."""
+
+    idle: bool
+    """It has taken all there was, and can take more."""
+
+    def give(self, delta: Delta) -> None:
+        """Takes a delta past the outbox, while it is idle."""
+
+    def changed(self) -> None:
+        """There is something to take_now()."""
+
+    def evicted(self, error: PagewireError) -> None:
+        """It is to take no more, and to end with the error."""
+
+
 class _Pending:
     """A delta in the making."""
 
@@ -91,10 +108,11 @@ class _Pending:
 class Outbox:
     """At most one Queued, one delta for each sequence, then one end: a Finish or an error.
 
-    One writer, one reader, both in the event loop.
+    One writer, one reader, both in the event loop. The reader waits in take(), or is
+    attached and called.
     """
 
-    __slots__ = ("_end", "_error", "_pending", "_prompt_logprobs", "_queued", "_waiter")
+    __slots__ = ("_end", "_error", "_pending", "_prompt_logprobs", "_queued", "_reader", "_waiter")
 
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
@@ -105,6 +123,7 @@ class Outbox:
         self._end: Finish | None = None
         self._error: PagewireError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Reader | None = None
 
     @property
     def ended(self) -> bool:
@@ -121,6 +140,11 @@ class Outbox:
     ) -> None:
         """Adds to the sequence's pending delta. Nothing new is no delta."""
         if not (text or token_ids or logprobs or prompt_logprobs or tool_calls):
+            return
+        reader = self._reader
+        if reader is not None and reader.idle:
+            ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+            reader.give(Delta(text, ids, logprobs, prompt_logprobs, index, tool_calls))
             return
         pending = self._pending.get(index)
         if pending is None:
@@ -152,8 +176,12 @@ class Outbox:
 
     async def take(self) -> Queued | Delta | Finish:
         """A pending Queued or delta, else the Finish; waits for either. Raises the error."""
-        while not (self._queued or self._pending or self.ended):
+        while (item := self.take_now()) is None:
             await self._wait()
+        return item
+
+    def take_now(self) -> Queued | Delta | Finish | None:
+        """As take(), but None where it would wait."""
         if self._queued is not None:
             queued, self._queued = self._queued, None
             return queued
@@ -161,8 +189,17 @@ class Outbox:
             return self._take_delta(next(iter(self._pending)))
         if self._error is not None:
             raise self._error
-        assert self._end is not None
         return self._end
+
+    def attach(self, reader: Reader) -> None:
+        """Calls it for whatever comes from now on."""
+        assert self._reader is None
+        self._reader = reader
+
+    def detach(self, reader: Reader) -> None:
+        """Idempotent; another one that is attached by now stays."""
+        if self._reader is reader:
+            self._reader = None
 
     async def take_all(self) -> tuple[list[Delta], Finish]:
         """The whole output of each of Finish.outputs at once, after the end. Raises the
@@ -193,5 +230,7 @@ class Outbox:
                 self._waiter = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._reader is not None:
+            self._reader.changed()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

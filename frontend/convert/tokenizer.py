@@ -158,22 +158,13 @@ def token_ids(
 
 
 def detokenize_request(batch: Batch) -> detokenizer_pb2.DetokenizeStreamRequest:
-    sequences: list[int] = []
-    counts: list[int] = []
-    ids: list[int] = []
-    finished: list[bool] = []
-    for row in batch.rows:
-        sequences.append(row.state.internal_id)
-        counts.append(row.num_tokens - row.start)
-        ids += row.state.output_ids[row.start : row.num_tokens]
-        finished.append(row.finished)
     return detokenizer_pb2.DetokenizeStreamRequest(
         step=batch.number,
         opens=[_open_sequence(state) for state in batch.opens],
-        sequences=sequences,
-        counts=counts,
-        token_ids=ids,
-        finished=finished,
+        sequences=[state.internal_id for state in batch.states],
+        counts=batch.counts,
+        token_ids=batch.token_ids,
+        finished=batch.finished,
         closes=batch.closes,
     )
 

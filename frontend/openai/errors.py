@@ -29,6 +29,7 @@ STATUS = {
     "message_too_large": 413,
     "feature_disabled": 400,
     "failed_precondition": 400,
+    "unimplemented": 501,
     "deadline_exceeded": 504,
     "cancelled": 499,
     "unavailable": 503,

@@ -14,13 +14,13 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from grpc import StatusCode
 
 from frontend.interceptors import (
     NO_DEADLINE_S,
     REQUEST_ID_KEY,
     TENANT_KEY,
     read_request_id,
-    read_trace_id,
 )
 from frontend.openai.errors import HttpError, bad_body, http_error
 from frontend.openai.responses import encode
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from frontend.call_trace import CallTrace, CallTracing
     from frontend.metrics import Metrics
 
     B = TypeVar("B", bound=msgspec.Struct)
@@ -72,7 +73,6 @@ class Exchange:
         self.params: dict[str, Any] = scope.get("path_params", {})
         self.body = body
         self.request_id = read_request_id(headers.get(REQUEST_ID_KEY, ""))
-        self.trace_id = read_trace_id(headers.get("traceparent", ""))
         self.tenant = headers.get(TENANT_KEY, "")
         self.deadline: float | None = None
         self.name_field: Callable[[str], str] = str
@@ -80,6 +80,8 @@ class Exchange:
         self._send = send
         self._started = False
         self._streams = False
+        self.status = 0
+        """What was answered; 0 before."""
 
     def read(self, kind: type[B]) -> B:
         """The body. Raises InvalidRequest."""
@@ -146,6 +148,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._started = True
+        self.status = status
         await self._send(
             {
                 "type": "http.response.start",
@@ -163,12 +166,14 @@ class Endpoint:
         name: str,
         handler: Callable[[Exchange], Awaitable[None]],
         metrics: Metrics,
+        tracing: CallTracing,
         *,
         max_body_bytes: int,
     ) -> None:
         self._name = name
         self._handler = handler
         self._metrics = metrics
+        self._tracing = tracing
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,11 +186,12 @@ class Endpoint:
             return
         except MessageTooLarge as error:
             exchange, too_large = Exchange(scope, send, b""), error
+        trace = self._tracing.http(scope["method"], self._name, exchange.headers)
         fields = {"request_id": exchange.request_id}
-        if exchange.trace_id is not None:
-            fields["trace_id"] = exchange.trace_id
+        if trace is not None:
+            fields["trace_id"] = trace.trace_id
         with log_context(**fields):
-            work = asyncio.ensure_future(self._serve(exchange, too_large))
+            work = asyncio.ensure_future(self._serve(exchange, trace, too_large))
             watch = asyncio.ensure_future(_until_gone(receive))
             try:
                 await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -210,20 +216,27 @@ class Endpoint:
             if not message.get("more_body", False):
                 return b"".join(pieces)
 
-    async def _serve(self, exchange: Exchange, error: PagewireError | None) -> None:
+    async def _serve(
+        self, exchange: Exchange, trace: CallTrace | None, error: PagewireError | None
+    ) -> None:
         try:
             if error is not None:
                 raise error
             await self._run(exchange)
         except asyncio.CancelledError:
-            self._metrics.rpc_handled(self._name, STATUS["cancelled"].name)
+            self._handled(trace, STATUS["cancelled"], exchange.status)
             raise
         except Exception as failure:
             told, code = _told(failure, exchange.name_field)
-            self._metrics.rpc_handled(self._name, STATUS[code].name)
+            self._handled(trace, STATUS[code], exchange.status or told.status)
             await exchange.refuse(told)
         else:
-            self._metrics.rpc_handled(self._name, "OK")
+            self._handled(trace, StatusCode.OK, exchange.status)
+
+    def _handled(self, trace: CallTrace | None, status: StatusCode, http_status: int) -> None:
+        self._metrics.rpc_handled(self._name, status.name)
+        if trace is not None:
+            trace.end(status, http_status)
 
     async def _run(self, exchange: Exchange) -> None:
         try:

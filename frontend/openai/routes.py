@@ -30,6 +30,7 @@ from pagewire.errors import InvalidRequest, Unavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from frontend.call_trace import CallTracing
     from frontend.dispatcher import Dispatcher
     from frontend.health import HealthBoard
     from frontend.metrics import Metrics
@@ -39,12 +40,17 @@ if TYPE_CHECKING:
 
 
 def openai_routes(
-    dispatcher: Dispatcher, metrics: Metrics, health: HealthBoard, *, max_body_bytes: int
+    dispatcher: Dispatcher,
+    metrics: Metrics,
+    health: HealthBoard,
+    tracing: CallTracing,
+    *,
+    max_body_bytes: int,
 ) -> list[Route]:
     handlers = _Handlers(dispatcher, health)
 
     def route(method: str, path: str, handler: Handler) -> Route:
-        endpoint = Endpoint(path, handler, metrics, max_body_bytes=max_body_bytes)
+        endpoint = Endpoint(path, handler, metrics, tracing, max_body_bytes=max_body_bytes)
         return Route(path, endpoint, methods=[method])
 
     return [

@@ -40,7 +40,7 @@ def setup_logging(room: str, level: str, format: str, *, stream: TextIO | None =
     Calling it again replaces the former set-up.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_JsonFormatter(room) if format == "json" else _TextFormatter(room))
+    handler.setFormatter(JsonFormatter(room) if format == "json" else _TextFormatter(room))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -76,7 +76,9 @@ class _TextFormatter(logging.Formatter):
         return line
 
 
-class _JsonFormatter(logging.Formatter):
+class JsonFormatter(logging.Formatter):
+    """An object on one line for a record."""
+
     def __init__(self, room: str) -> None:
         super().__init__()
         self._room = room

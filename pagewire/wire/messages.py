@@ -201,6 +201,8 @@ class StepStats(Message, frozen=True):
     num_used_host_blocks: int = 0
     total_offloaded_blocks: int = 0
     total_restored_blocks: int = 0
+    num_free_cached_blocks: int = 0
+    """Of num_free_blocks: those whose content a prompt can hit."""
 
 
 class StepOutput(Message, frozen=True):

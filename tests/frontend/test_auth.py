@@ -15,12 +15,15 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from smg_grpc_proto import vllm_engine_pb2
 from starlette.routing import Route
 
 from frontend.auth import RULES, Auth
+from frontend.web.routes import page_routes
 from pagewire.api_keys import ROLES, new_key, parse_keys, parse_line
 from pagewire.cli import main
 from pagewire.errors import ConfigError, PagewireError
+from pagewire.kserve import inference_pb2 as kserve_pb2
 from pagewire.v1 import admin_pb2, common_pb2, inference_pb2, model_pb2, tokenizer_pb2
 from pagewire.wire.messages import Add
 
@@ -33,13 +36,22 @@ if TYPE_CHECKING:
 SHORT = common_pb2.SamplingParams(max_tokens=2)
 OUR_SERVICES = tuple(
     service
-    for file in (inference_pb2, model_pb2, tokenizer_pb2, admin_pb2)
+    for file in (
+        inference_pb2,
+        model_pb2,
+        tokenizer_pb2,
+        admin_pb2,
+        kserve_pb2,
+        vllm_engine_pb2,
+    )
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 OTHER_SERVICES = (
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 )
+PROBES = ("ServerLive", "ServerReady", "ModelReady", "HealthCheck")
+"""Health in protocols that have methods of their own for it."""
 METHODS = tuple(method for it in (*OUR_SERVICES, *OTHER_SERVICES) for method in it.methods)
 
 
@@ -91,7 +103,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.fixture
 async def locked(served: set[str], make_stack: Callable[..., Any], keys: Keys) -> Stack:
-    config = {"api_keys": str(keys.path), "auth_exempt": "none", "resume_ttl": 5.0}
+    config = {
+        "api_keys": str(keys.path),
+        "auth_exempt": "none",
+        "resume_ttl": 5.0,
+        "vllm_protocol": True,
+    }
     stack: Stack = await make_stack(step_s=0.002, config=config)
     return stack
 
@@ -164,6 +181,17 @@ async def test_roles_decide_of_methods(locked: Stack, keys: Keys) -> None:
         "AdminService": ("root",),
         "Health": tuple(keys.clear),
         "ServerReflection": tuple(keys.clear),
+        "GRPCInferenceService": ("acme-app", "proxy", "root"),
+        "GRPCInferenceService/ServerLive": tuple(keys.clear),
+        "GRPCInferenceService/ServerReady": tuple(keys.clear),
+        "GRPCInferenceService/ModelReady": tuple(keys.clear),
+        "GRPCInferenceService/ServerMetadata": ("acme-app", "proxy", "reader", "root"),
+        "GRPCInferenceService/ModelMetadata": ("acme-app", "proxy", "reader", "root"),
+        "VllmEngine": ("acme-app", "proxy", "root"),
+        "VllmEngine/HealthCheck": tuple(keys.clear),
+        "VllmEngine/FlushCache": ("root",),
+        "VllmEngine/StartProfile": ("root",),
+        "VllmEngine/StopProfile": ("root",),
     }
     for method in METHODS:
         if method.name == "Drain":
@@ -171,7 +199,8 @@ async def test_roles_decide_of_methods(locked: Stack, keys: Keys) -> None:
         for path in paths_of(method):
             for name in keys.clear:
                 code = await status_of(locked, method, path, keys.metadata(name))
-                allowed = name in needs[method.containing_service.name]
+                service = method.containing_service.name
+                allowed = name in needs.get(f"{service}/{method.name}", needs[service])
                 assert (code != "PERMISSION_DENIED") == allowed, (path, name)
                 assert code != "UNAUTHENTICATED"
     drain = locked.admin.Drain(admin_pb2.DrainRequest(), metadata=keys.metadata("proxy"), timeout=5)
@@ -181,14 +210,24 @@ async def test_roles_decide_of_methods(locked: Stack, keys: Keys) -> None:
 
 
 async def test_no_http_route_goes_without_a_key(locked: Stack, keys: Keys) -> None:
-    routes = locked.frontend._http.app.routes
+    page = {route.path for route in page_routes()}  # files that are the same for everybody
+    routes = [it for it in locked.frontend._http.app.routes if it.path not in page]
     assert all(type(route) is Route for route in routes)
-    assert {"/metrics", "/v1/chat/completions"} <= {route.path for route in routes}
+    assert {"/metrics", "/live", "/v1/chat/completions"} <= {route.path for route in routes}
     async with httpx.AsyncClient(base_url=f"http://{locked.frontend.http_address}") as client:
-        for path in (*(route.path for route in routes), "/", "/v1/none", "//metrics"):
+        for path in (
+            *(route.path for route in routes),
+            "//",
+            "/web",
+            "/web/none",
+            "/v1/none",
+            "//metrics",
+        ):
             for method in ("GET", "POST", "OPTIONS"):
                 for headers in ({}, {"authorization": "Bearer pw-wrong"}):
-                    got = await client.request(method, path, headers=headers)
+                    # In full: a client takes "//metrics" alone for a host.
+                    url = f"http://{locked.frontend.http_address}{path}"
+                    got = await client.request(method, url, headers=headers)
                     assert got.status_code == 401, path
                     assert got.headers["www-authenticate"] == "Bearer"
                     assert got.json()["error"]["code"] == "unauthenticated"
@@ -213,12 +252,14 @@ async def test_what_is_exempt_is_open_and_nothing_else(
     exempt = "health,reflection,metrics"
     stack = await make_stack(config={"api_keys": str(keys.path), "auth_exempt": exempt})
     for method in METHODS:
-        is_open = method.containing_service.name in ("Health", "ServerReflection")
+        service = method.containing_service.name
+        is_open = service in ("Health", "ServerReflection") or method.name in PROBES
         for path in paths_of(method):
             code = await status_of(stack, method, path)
             assert (code == "UNAUTHENTICATED") != is_open, path
     async with httpx.AsyncClient(base_url=f"http://{stack.frontend.http_address}") as client:
-        is_open = ("/healthz", "/readyz", "/health", "/ping", "/metrics")
+        is_open = {"/healthz", "/readyz", "/health", "/ping", "/metrics", "/live"}
+        is_open |= {route.path for route in page_routes()}
         for route in stack.frontend._http.app.routes:
             got = await client.get(route.path)
             assert (got.status_code == 401) != (route.path in is_open), route.path

@@ -9,6 +9,8 @@ import grpc
 import msgspec
 import pytest
 
+from frontend import engine_client
+from frontend.engine_client import EngineClient
 from pagewire.v1 import admin_pb2, common_pb2
 from pagewire.wire.messages import Abort
 from tests.frontend.several_engines import SeveralEngines
@@ -95,10 +97,13 @@ async def test_requests_spread_and_a_dead_engines_go_on_elsewhere(
 
 
 async def test_nobody_waits_for_an_engine_that_may_be_dead(
-    make_several: Callable[..., SeveralEngines],
+    make_several: Callable[..., SeveralEngines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the break of a connection and the verdict."""
-    stack = await make_several({}, {})
+    """Between the break of a connection and the verdict, which takes as long as it is wanted."""
+    monkeypatch.setattr(EngineClient, "_give_up_the_dead", lambda client: None)
+    for limit in ("LOST_S", "REPLACED_S"):
+        monkeypatch.setattr(engine_client, limit, 1e6)
+    stack = await make_several({}, {}, config={"engine_timeout": 1e5})
     await stack.engines[0].kill()
     await stack.until(lambda: stack.links[0].client.lost)
     readers = [Reader(open_stream(stack, prompt(i), 3)) for i in range(8)]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.protobuf import message_factory
+from smg_grpc_proto import vllm_engine_pb2
 
+from pagewire.kserve import inference_pb2 as kserve_pb2
 from pagewire.v1 import admin_pb2, inference_pb2, model_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 ROUNDS = 60
+VLLM_ENGINE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 FLOATS = (0.0, -0.0, 0.5, 1.0, -1.0, 1e-40, 1e38, float("inf"), float("-inf"), float("nan"))
 TEXTS = ("", "a", "fake", "user", "\x00", "é" * 40, "\u2060", "\U0001f9a4" * 3, "x" * 5000)
 INTEGERS = (0, 1, 2, 7, 255, 2**31 - 1)
@@ -32,6 +35,8 @@ METHODS = [
         (model_pb2, ("ModelService",)),
         (tokenizer_pb2, ("TokenizerService",)),
         (admin_pb2, ("AdminService",)),
+        (kserve_pb2, ("GRPCInferenceService",)),
+        (vllm_engine_pb2, ("VllmEngine",)),
     )
     for service in (file.DESCRIPTOR.services_by_name[name] for name in names)
     for method in service.methods
@@ -44,7 +49,8 @@ def scalar(field: FieldDescriptor, rng: random.Random) -> Any:
     if kind in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
         return rng.choice(FLOATS)
     if kind == field.CPPTYPE_STRING:
-        return rng.choice(TEXTS)
+        text = rng.choice(TEXTS)
+        return text.encode() if field.type == field.TYPE_BYTES else text
     if kind == field.CPPTYPE_BOOL:
         return rng.random() < 0.5
     if kind == field.CPPTYPE_ENUM:
@@ -84,7 +90,10 @@ async def one(stack: Stack, service: Any, method: Any, body: bytes) -> grpc.Stat
     channel = stack.admin_channel if service.name == "AdminService" else stack.channel
     path = f"/{service.full_name}/{method.name}"
     try:
-        if method.server_streaming:
+        if method.client_streaming:
+            async for _ in channel.stream_stream(path)(iter([body]), timeout=20):
+                pass
+        elif method.server_streaming:
             async for _ in channel.unary_stream(path)(body, timeout=20):
                 pass
         else:
@@ -100,7 +109,7 @@ async def one(stack: Stack, service: Any, method: Any, body: bytes) -> grpc.Stat
 async def test_random_messages_get_a_considered_answer(
     make_stack: Callable[..., Stack], service: Any, method: Any
 ) -> None:
-    stack = await make_stack(max_model_len=128, config={"resume_ttl": 5.0})
+    stack = await make_stack(max_model_len=128, config={"resume_ttl": 5.0, "vllm_protocol": True})
     rng = random.Random(f"{service.name}.{method.name}")
     allowed = {
         grpc.StatusCode.OK,
@@ -108,6 +117,8 @@ async def test_random_messages_get_a_considered_answer(
         grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.ALREADY_EXISTS,
     }
+    if service is VLLM_ENGINE:
+        allowed.add(grpc.StatusCode.UNIMPLEMENTED)
     seen = set()
     for _ in range(ROUNDS // 10):
         bodies = [build(method.input_type, rng).SerializeToString() for _ in range(10)]

@@ -1,10 +1,11 @@
-"""langchain-openai and llama-index's OpenAILike as they come, where they are installed.
+"""langchain-openai and llama-index's OpenAILike as they come.
 
-They pin another openai than constraints.txt does, so they need an environment of their own:
+The second asks for transformers below 5, so it can be in no environment that serves, and is
+skipped unless it is found in one of its own:
 
-    python -m venv /tmp/frameworks
-    /tmp/frameworks/bin/pip install langchain-openai llama-index-llms-openai-like
-    PYTHONPATH=$(echo /tmp/frameworks/lib/python3*/site-packages) \
+    python -m venv frameworks
+    frameworks/bin/pip install langchain-openai llama-index-llms-openai-like
+    PYTHONPATH=$(echo frameworks/lib/python3*/site-packages) \
         .venv/bin/python -m pytest -W default tests/frontend/test_openai_frameworks.py
 """
 
@@ -13,11 +14,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 
 from tests.frontend.test_tool_calls import ANSWER, CITY, writes
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.frontend.conftest import Stack
 
 # What the frameworks warn of is theirs.
@@ -28,11 +32,19 @@ def url_of(stack: Stack) -> str:
     return f"http://{stack.frontend.http_address}/v1"
 
 
-async def test_langchain(make_stack: Any) -> None:
+@pytest.fixture
+async def clients() -> AsyncIterator[dict[str, Any]]:
+    """What langchain sends by: its own clients are never closed."""
+    with openai.DefaultHttpxClient() as blocking:
+        async with openai.DefaultAsyncHttpxClient() as other:
+            yield {"http_client": blocking, "http_async_client": other}
+
+
+async def test_langchain(make_stack: Any, clients: dict[str, Any]) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     stack = await make_stack(step_s=0.002)
     model = langchain_openai.ChatOpenAI(
-        base_url=url_of(stack), api_key="none", model="fake", max_tokens=9, n=1
+        base_url=url_of(stack), api_key="none", model="fake", max_tokens=9, n=1, **clients
     )
     answer = await model.ainvoke("Hi")
     assert answer.content == "the quick"
@@ -42,15 +54,17 @@ async def test_langchain(make_stack: Any) -> None:
     assert "".join(chunk.content for chunk in chunks) == "the quick"
     assert sum((c.usage_metadata or {}).get("output_tokens", 0) for c in chunks) == 9
     completion = langchain_openai.OpenAI(
-        base_url=url_of(stack), api_key="none", model="fake", max_tokens=9
+        base_url=url_of(stack), api_key="none", model="fake", max_tokens=9, **clients
     )
     assert (await completion.agenerate(["a", "b"])).generations[1][0].text == "the quick"
 
 
-async def test_langchain_tools(make_stack: Any) -> None:
+async def test_langchain_tools(make_stack: Any, clients: dict[str, Any]) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     stack = await make_stack(next_token=writes(ANSWER))
-    model = langchain_openai.ChatOpenAI(base_url=url_of(stack), api_key="none", model="fake")
+    model = langchain_openai.ChatOpenAI(
+        base_url=url_of(stack), api_key="none", model="fake", **clients
+    )
     tools = [
         {"type": "function", "function": {"name": name, "parameters": CITY}}
         for name in ("weather", "now")
@@ -71,10 +85,12 @@ async def test_langchain_tools(make_stack: Any) -> None:
     assert len(stack.tokenizer.chats[-1].messages[1].tool_calls) == 2
 
 
-async def test_langchain_structured_output(make_stack: Any) -> None:
+async def test_langchain_structured_output(make_stack: Any, clients: dict[str, Any]) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     stack = await make_stack(next_token=writes('{"city": "Oslo"}'))
-    model = langchain_openai.ChatOpenAI(base_url=url_of(stack), api_key="none", model="fake")
+    model = langchain_openai.ChatOpenAI(
+        base_url=url_of(stack), api_key="none", model="fake", **clients
+    )
     schema = {**CITY, "title": "place", "description": "A place."}
     for method in ("json_schema", "function_calling"):
         asked = model.with_structured_output(schema, method=method)

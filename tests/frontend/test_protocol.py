@@ -144,15 +144,19 @@ async def test_request_id_and_trace_are_carried(
     failure = await stack.fails(stack.open(prompt="", metadata=metadata))
     assert failure.trailing["x-request-id"] == "abc-1"
 
+    from frontend.call_trace import current_trace
     from frontend.interceptors import current_call
 
     seen = []
     real = stack.frontend.dispatcher.limits
-    monkeypatch.setattr(
-        stack.frontend.dispatcher, "limits", lambda: (seen.append(current_call()), real())[1]
-    )
+
+    def limits() -> Any:
+        seen.append((current_call().request_id, getattr(current_trace(), "trace_id", None)))
+        return real()
+
+    monkeypatch.setattr(stack.frontend.dispatcher, "limits", limits)
     await stack.stream(prompt="x", sampling_params=tokens(1), metadata=metadata)
-    assert (seen[0].request_id, seen[0].trace_id) == ("abc-1", "a" * 32)
+    assert seen[0] == ("abc-1", "a" * 32)
 
 
 async def test_request_ids_of_their_own(manual: Stack) -> None:

@@ -59,7 +59,7 @@ def flags(door: Connection) -> list[str]:
 async def test_the_library(door: Connection) -> None:
     def use(connection: Connection) -> list[str]:
         ask = Ask(prompt="a", sampling={"max_tokens": 3})
-        with Client(connection) as client:
+        with Client(connection, retry=None) as client:
             return [
                 client.models(5)[0]["name"],
                 client.generate(ask, 5)["outputs"][0]["text"],

@@ -110,6 +110,8 @@ class FakeTokenizer(
         self.reply_gate: asyncio.Event | None = None
         """The same for answers on the detokenize stream."""
         self.num_tokenizing = 0
+        self.metadata: list[dict[str, Any]] = []
+        """Of the calls of Tokenize."""
         self.lose: set[int] = set()
         """Sequences to answer with an error, once each."""
         self.sequences: dict[int, Sequence] = {}
@@ -141,6 +143,7 @@ class FakeTokenizer(
     # TokenizerService
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
+        self.metadata.append(dict(context.invocation_metadata() or ()))
         self.num_tokenizing += 1
         self._changed.set()
         try:
