@@ -368,7 +368,7 @@ def _banner(facts: dict[str, Any]) -> str:
     return (
         f"\npagewire serves {facts[MODEL]}\n"
         f"  gRPC   {address}\n"
-        f"  HTTP   http://{facts[HTTP]}/metrics\n"
+        f"  HTTP   http://{facts[HTTP]}\n"
         f"  admin  {facts[ADMIN]}\n"
         f"Try it: pagewire chat{option}\n\n"
     )

@@ -25,6 +25,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 _ADDRESS_VARIABLE = "PAGEWIRE_ADDRESS"
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
+_DEFAULT_HTTP = "127.0.0.1:8000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,11 +162,38 @@ def _parser() -> argparse.ArgumentParser:
     _add_connection(models)
     models.add_argument("--json", action="store_true", help="Print every fact.")
 
+    _add_top(commands)
     _add_keys(commands)
     add_bench(commands, os.environ.get(_ADDRESS_VARIABLE) or _DEFAULT_ADDRESS)
 
     commands.add_parser("version", help="print the version")
     return parser
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch a server",
+        description="Watch a server: its queue, KV blocks, rates and latencies, engines and "
+        "tenants. Rates and percentiles are of the last interval. q leaves.",
+    )
+    top.add_argument(
+        "--http",
+        type=_address,
+        default=_DEFAULT_HTTP,
+        metavar="ADDRESS",
+        help="The server's HTTP address. [%(default)s]",
+    )
+    top.add_argument(
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="Seconds from one look to the next. [%(default)s]",
+    )
+    top.add_argument("--once", action="store_true", help="Print one interval's figures and end.")
+    top.add_argument("--json", action="store_true", help="Print an object for each interval.")
+    add_security(top)
 
 
 def _add_keys(commands: Any) -> None:

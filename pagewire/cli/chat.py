@@ -24,7 +24,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 def run(options: argparse.Namespace) -> int:
-    with Client(connection_of(options)) as client:
+    with Client(connection_of(options), retry=None) as client:
         try:
             names = [model["name"] for model in client.models(options.timeout)]
         except CallFailed as failure:

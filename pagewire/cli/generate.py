@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.json and _json_only(options):
         fail("--logprobs, --prompt-logprobs, --n and --best-of need --json")
         return EXIT_USAGE
-    with Client(connection_of(options)) as client:
+    with Client(connection_of(options), retry=None) as client:
         try:
             if options.json:
                 response = client.generate(_ask(options), options.timeout)

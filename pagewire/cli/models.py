@@ -17,7 +17,7 @@ _COLUMNS = ("name", "architecture", "max_model_len", "dtype", "device")
 
 
 def run(options: argparse.Namespace) -> int:
-    with Client(connection_of(options)) as client:
+    with Client(connection_of(options), retry=None) as client:
         try:
             models = client.models(options.timeout)
         except CallFailed as failure:

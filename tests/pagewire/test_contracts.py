@@ -18,35 +18,43 @@ ROOMS = ("pagewire", "frontend", "tokenizer_svc", "engine_core", "kernels")
 
 # Our messages become plain values in these files, and are made from them there.
 MESSAGE_HOMES = {
-    "pagewire/client.py",
+    "pagewire/client/convert.py",
     "pagewire/bench/grpc_target.py",
     "frontend/convert/answers.py",
     "frontend/convert/calls.py",
     "frontend/convert/tokenizer.py",
+    "frontend/kserve/convert.py",
+    "frontend/vllm_engine/convert.py",
     "tokenizer_svc/convert.py",
 }
-# A servicer may name a message's type in an annotation, and no more.
+# A servicer or a client's stream may name a message's type in an annotation, and no more.
 ANNOTATION_HOMES = {
+    "pagewire/client/aio.py",
+    "pagewire/client/received.py",
+    "pagewire/client/sync.py",
     "frontend/admin_servicer.py",
+    "frontend/kserve/servicer.py",
     "frontend/model_servicer.py",
     "frontend/servicer.py",
     "frontend/tokenizer_servicer.py",
+    "frontend/vllm_engine/servicer.py",
     "tokenizer_svc/servicer.py",
 }
 STUB_HOMES = ANNOTATION_HOMES | {
-    "pagewire/client.py",
     "pagewire/bench/grpc_target.py",
     "frontend/server.py",
     "frontend/tokenizer_client.py",
+    "frontend/vllm_engine/protocol.py",
     "tokenizer_svc/server.py",
 }
+MESSAGE_PACKAGES = ("pagewire.v1.", "pagewire.kserve.", "smg_grpc_proto.")
 
 
 def sources() -> Iterator[str]:
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            if not name.startswith("pagewire/v1/"):
+            if not name.startswith(("pagewire/v1/", "pagewire/kserve/")):
                 yield name
 
 
@@ -77,7 +85,7 @@ def importers_of_ours(suffix: str, *, for_annotations: bool) -> set[str]:
         name
         for name in sources()
         for module in imports(name, for_annotations=for_annotations)
-        if module.startswith("pagewire.v1.") and module.endswith(suffix)
+        if module.startswith(MESSAGE_PACKAGES) and module.endswith(suffix)
     }
 
 
