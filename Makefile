@@ -13,8 +13,10 @@ setup: $(VENV)/.dev $(VENV)/.kernels
 run: $(VENV)/.base $(VENV)/.kernels
 	$(RAISE_LIMIT); exec $(BIN)/pagewire serve $(ARGS)
 
+# Most of a test's time is waiting for the processes it started, so two at once take little
+# longer than one. A file stays with one worker: its fixtures are dear.
 test: setup
-	$(RAISE_LIMIT); exec $(BIN)/pytest $(ARGS)
+	$(RAISE_LIMIT); exec $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

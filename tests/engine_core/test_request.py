@@ -50,6 +50,8 @@ LEGAL = {
     (Status.RUNNING, Status.ABORTED),
     (Status.RUNNING, Status.FAILED),
     (Status.PREEMPTED, Status.RUNNING),
+    (Status.PREEMPTED, Status.STOPPED),
+    (Status.PREEMPTED, Status.LENGTH),
     (Status.PREEMPTED, Status.ABORTED),
     (Status.PREEMPTED, Status.FAILED),
 }

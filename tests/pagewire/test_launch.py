@@ -134,10 +134,12 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    yield launcher
-    launcher.close()
+def launcher() -> Iterator[Launcher]:
+    # tmp_path may be too long for a socket's path.
+    with tempfile.TemporaryDirectory(prefix="pw-") as directory:
+        launcher = Launcher(Path(directory))
+        yield launcher
+        launcher.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
