@@ -11,6 +11,7 @@ import msgspec
 from pagewire.bench.load import RequestFailed, clock
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Mapping
 
     from pagewire.bench.record import Record
@@ -56,9 +57,12 @@ class OpenAITarget:
         body: Mapping[str, Any],
         timeout: float | None,
         headers: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`url` is the server's, without /v1; `body` is merged into every request."""
+        """`url` is the server's, without /v1; `body` is merged into every request. `tls` is for
+        https; None takes the system's CAs and shows no certificate."""
         self._headers = headers
+        self._tls = tls
         self._url = f"{url.rstrip('/')}/v1/completions"
         self._body = {
             **({} if model is None else {"model": model}),
@@ -72,7 +76,7 @@ class OpenAITarget:
         self._session = aiohttp.ClientSession(
             timeout=self._timeout,
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls),
             auto_decompress=False,
         )
         return self

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.bench.plot import Line, distribution, plot
 from pagewire.bench.report import LATENCIES, render_text
 from pagewire.bench.statistics import token_gaps
+from pagewire.bench.sweep import render_sweep_table, sweep_plots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +27,31 @@ th { text-align: left; vertical-align: top; padding-right: 1rem; font-weight: 60
 
 
 def render_page(title: str, report: Mapping[str, Any], records: Sequence[Record]) -> str:
+    """Of make_report()'s."""
+    return _page(title, report, _section(report, records))
+
+
+def render_sweep_page(
+    title: str, report: Mapping[str, Any], records: Sequence[Sequence[Record]]
+) -> str:
+    """Of make_sweep_report()'s; `records` are of each run."""
+    parts = [
+        f"<h2>Concurrency {run['concurrency']}</h2>{_section(run, of_run)}"
+        for run, of_run in zip(report["runs"], records, strict=True)
+    ]
+    table = html.escape(render_sweep_table(report))
+    overview = f'<pre>{table}</pre><div class="plots">{"".join(sweep_plots(report))}</div>'
+    return _page(title, report, overview + "".join(parts))
+
+
+def _section(run: Mapping[str, Any], records: Sequence[Record]) -> str:
+    return (
+        f"<pre>{html.escape(render_text(run))}</pre>"
+        f'<div class="plots">{"".join(_plots(run, records))}</div>'
+    )
+
+
+def _page(title: str, report: Mapping[str, Any], content: str) -> str:
     settings = {name: value for name, value in report["settings"].items() if value is not None}
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -33,8 +59,7 @@ def render_page(title: str, report: Mapping[str, Any], records: Sequence[Record]
         f"<h1>{html.escape(title)}</h1>"
         f"<p>{html.escape(report['made_at'])}, pagewire {html.escape(report['pagewire'])}, "
         f"{html.escape(report['machine']['processor'])}, {report['machine']['cores']} cores</p>"
-        f"<pre>{html.escape(render_text(report))}</pre>"
-        f'<div class="plots">{"".join(_plots(report, records))}</div>'
+        f"{content}"
         f"<h2>Settings</h2>{_table(settings)}"
         f"<h2>Definitions</h2>{_table(report['definitions'])}"
         "</body></html>\n"

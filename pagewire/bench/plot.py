@@ -21,6 +21,8 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     """(x, y), x ascending."""
+    marked: bool = False
+    """Whether each point has a dot: for a few measured ones, not for a curve."""
 
 
 def plot(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
@@ -49,6 +51,8 @@ def plot(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
         color = _COLORS[index % len(_COLORS)]
         points = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in _thin(line.points))
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{points}"/>')
+        if line.marked:
+            parts += [_dot(*at(x, y), color) for x, y in line.points]
         if len(drawn) > 1:
             y = _TOP + 16 + 16 * index
             parts.append(_text(_LEFT + 10, y, line.name, "start", color=color))
@@ -81,6 +85,10 @@ def _ticks(largest: float) -> list[float]:
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#8884"/>'
+
+
+def _dot(x: float, y: float, color: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
 
 
 def _text(

@@ -96,6 +96,20 @@ def shared_prefix(
     ]
 
 
+def other_prompts(ask: Ask, turn: int, vocab_size: int) -> Ask:
+    """The same request in the `turn`-th run of a workload, 0 the first: as long, with its
+    beginnings in common with the same others, but of other tokens or words, so that no earlier
+    run has left it in a prefix cache. For random_ids(), random_text() and shared_prefix()."""
+    if ask.text is not None:
+        words = _WORDS.split()
+        after = {word: words[(place + turn) % len(words)] for place, word in enumerate(words)}
+        return Ask(ask.max_tokens, text=" ".join(after[word] for word in ask.text.split()))
+    low = _lowest_id(vocab_size)
+    span = vocab_size - low
+    ids = tuple(low + (token_id - low + turn) % span for token_id in ask.ids)
+    return Ask(ask.max_tokens, ids)
+
+
 def from_file(path: Path, count: int, output: Lengths) -> list[Ask]:
     """The first `count` lines of a JSONL file, from the top again where it has fewer.
 
@@ -134,5 +148,9 @@ def _parse(line: str, where: str, default_max_tokens: int) -> Ask:
 
 
 def _draw_ids(count: int, vocab_size: int, rng: random.Random) -> tuple[int, ...]:
-    low = min(_LOWEST_ID, vocab_size // 2)
+    low = _lowest_id(vocab_size)
     return tuple(rng.randrange(low, vocab_size) for _ in range(count))
+
+
+def _lowest_id(vocab_size: int) -> int:
+    return min(_LOWEST_ID, vocab_size // 2)

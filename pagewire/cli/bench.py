@@ -15,12 +15,20 @@ import uvloop
 
 from pagewire.bench.load import Load, RequestFailed
 from pagewire.bench.load import run as run_load
-from pagewire.bench.page import render_page
+from pagewire.bench.page import render_page, render_sweep_page
 from pagewire.bench.report import Run, make_report, render_text
 from pagewire.bench.statistics import Objectives
-from pagewire.bench.workload import Lengths, from_file, random_ids, random_text, shared_prefix
+from pagewire.bench.sweep import make_sweep_report, render_sweep_text
+from pagewire.bench.workload import (
+    Lengths,
+    from_file,
+    other_prompts,
+    random_ids,
+    random_text,
+    shared_prefix,
+)
 from pagewire.cli import EXIT_FAILED, EXIT_MODEL, EXIT_OK, EXIT_USAGE, fail
-from pagewire.cli.connection import connection_of
+from pagewire.cli.connection import connection_of, http_tls_of
 from pagewire.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             fail(f"{path}: no such directory")
             return EXIT_USAGE
     try:
-        records, settings, cpu_s = uvloop.run(_measure(options))
+        runs = uvloop.run(_measure(options))
     except ConfigError as error:
         fail(str(error))
         return EXIT_USAGE
@@ -53,15 +61,20 @@ def run(options: argparse.Namespace) -> int:
     except RequestFailed as error:
         fail(f"{error} ({error.code})")
         return EXIT_FAILED
-    objectives = Objectives(**dict(getattr(options, "goodput", ())))
-    report = make_report(Run(settings, records, objectives, cpu_s))
-    sys.stdout.write(render_text(report))
     title = options.label or f"pagewire bench {options.kind}"
+    if len(runs) == 1:
+        report = make_report(runs[0])
+        text, page = render_text(report), render_page(title, report, runs[0].records)
+    else:
+        report = make_sweep_report(runs)
+        text = render_sweep_text(report)
+        page = render_sweep_page(title, report, [run.records for run in runs])
+    sys.stdout.write(text)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     if options.html:
-        Path(options.html).write_text(render_page(title, report, records), "utf-8")
-    return EXIT_OK if any(record.ok for record in records) else EXIT_FAILED
+        Path(options.html).write_text(page, "utf-8")
+    return EXIT_OK if any(record.ok for run in runs for record in run.records) else EXIT_FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +86,40 @@ class _Place:
     facts: dict[str, Any]
 
 
-async def _measure(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any], float]:
+async def _measure(options: argparse.Namespace) -> list[Run]:
+    """A run for each concurrency."""
     async with AsyncExitStack() as stack:
         if options.kind == "serve":
             place = await _enter_server(options, stack)
         else:
             place = await _enter_engine(options, stack)
         asks = _asks(options, place.vocab_size, _rng("asks", options))
-        load = _load(options, len(asks))
-        await _warm_up(options, place, load)
-        settings = _settings(options, place, load)
-        with _Progress(len(asks), quiet=options.no_progress) as progress:
-            before = _cpu_s()
-            records = await run_load(
-                place.target, asks, load, _rng("load", options), progress.advance
-            )
-            return records, settings, _cpu_s() - before
+        loads = _loads(options, len(asks))
+        return [
+            await _run_once(options, place, _in_turn(options, asks, turn, place), load, turn)
+            for turn, load in enumerate(loads)
+        ]
+
+
+async def _run_once(
+    options: argparse.Namespace, place: _Place, asks: Sequence[Ask], load: Load, turn: int
+) -> Run:
+    await _warm_up(options, place, load, turn)
+    objectives = Objectives(**dict(getattr(options, "goodput", ())))
+    with _Progress(len(asks), quiet=options.no_progress) as progress:
+        before = _cpu_s()
+        records = await run_load(place.target, asks, load, _rng("load", options), progress.advance)
+        cpu_s = _cpu_s() - before
+    return Run(_settings(options, place, load), records, objectives, cpu_s)
+
+
+def _in_turn(
+    options: argparse.Namespace, asks: Sequence[Ask], turn: int, place: _Place
+) -> Sequence[Ask]:
+    """A file's prompts are the user's, and are sent as they are each time."""
+    if turn == 0 or options.workload == "file":
+        return asks
+    return [other_prompts(ask, turn, place.vocab_size) for ask in asks]
 
 
 async def _enter_server(options: argparse.Namespace, stack: AsyncExitStack) -> _Place:
@@ -120,6 +151,7 @@ async def _enter_server(options: argparse.Namespace, stack: AsyncExitStack) -> _
             body=sampling | options.extra_body,
             timeout=options.timeout,
             headers=dict(connection_of(options).metadata),
+            tls=http_tls_of(options, options.url),
         )
     )
     return _Place(client, options.vocab_size or _DEFAULT_VOCAB_SIZE, {"url": options.url})
@@ -177,26 +209,38 @@ def _lengths(flag: str, text: str) -> Lengths:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def _load(options: argparse.Namespace, count: int) -> Load:
+def _loads(options: argparse.Namespace, count: int) -> list[Load]:
+    """Of each run; several differ in their concurrency."""
     if options.kind == "throughput":
-        return Load(concurrency=count)
+        return [Load(concurrency=count)]
     if options.kind == "latency":
-        return Load(concurrency=1)
+        return [Load(concurrency=1)]
+    values: tuple[int, ...] = options.concurrency or ()
+    if len(values) > 1 and values[-1] > count:
+        raise ConfigError(
+            f"--concurrency: {values[-1]} cannot be in flight of --num-requests {count}"
+        )
     if options.request_rate is None:
-        concurrency = options.concurrency or _DEFAULT_CONCURRENCY
-        return Load(concurrency=concurrency, max_seconds=options.max_seconds)
-    return Load(
-        concurrency=options.concurrency,
-        rate=options.request_rate,
-        burstiness=options.burstiness,
-        max_seconds=options.max_seconds,
-    )
+        return [
+            Load(concurrency=value, max_seconds=options.max_seconds)
+            for value in values or (_DEFAULT_CONCURRENCY,)
+        ]
+    return [
+        Load(
+            concurrency=value,
+            rate=options.request_rate,
+            burstiness=options.burstiness,
+            max_seconds=options.max_seconds,
+        )
+        for value in values or (None,)
+    ]
 
 
-async def _warm_up(options: argparse.Namespace, place: _Place, load: Load) -> None:
+async def _warm_up(options: argparse.Namespace, place: _Place, load: Load, turn: int) -> None:
     """Other prompts of the same kind, so that the run's own are in no cache.
 
-    Raises RequestFailed if not one succeeds: then there is nothing to measure.
+    Raises RequestFailed if not one succeeds before the first run: then there is nothing to
+    measure. A server that fails later has its failures counted, beside what was measured.
     """
     rng = _rng("warm", options)
     asks = [
@@ -210,7 +254,7 @@ async def _warm_up(options: argparse.Namespace, place: _Place, load: Load) -> No
     records = await run_load(
         place.target, asks, Load(concurrency=min(len(asks), load.concurrency or len(asks))), rng
     )
-    if not any(record.ok for record in records):
+    if turn == 0 and not any(record.ok for record in records):
         raise RequestFailed(records[0].error or "", f"no warm-up request: {records[0].message}")
 
 

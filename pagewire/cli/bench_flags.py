@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.connection import add_security
+from pagewire.number_list import number_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,9 @@ def _add_serve(kinds: Any, default_address: str) -> None:
     target.add_argument("--address", default=default_address, help="For grpc. [%(default)s]")
     add_security(target)
     target.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="For openai: without /v1. [%(default)s]"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="For openai: without /v1; https:// for TLS. [%(default)s]",
     )
     target.add_argument("--model", help="The name that the server knows it by.")
     target.add_argument("--timeout", type=_positive, metavar="S", help="Of each request.")
@@ -71,9 +74,10 @@ def _add_serve(kinds: Any, default_address: str) -> None:
     load = serve.add_argument_group("load")
     load.add_argument(
         "--concurrency",
-        type=_count,
-        metavar="N",
-        help="Requests in flight; with --request-rate, at most. [8 without --request-rate]",
+        type=_concurrencies,
+        metavar="N[,N...]",
+        help="Requests in flight; with --request-rate, at most. Of several, each has a run of its "
+        "own, and the report sets them side by side. [8 without --request-rate]",
     )
     load.add_argument(
         "--request-rate", type=_rate, metavar="R", help="Arrivals a second; inf is all at once."
@@ -180,6 +184,16 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
     return value
+
+
+def _concurrencies(text: str) -> tuple[int, ...]:
+    """Ascending, each once."""
+    try:
+        return number_list(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0, or several such as 1,4,16, got {text!r}"
+        ) from None
 
 
 def _objective(text: str) -> tuple[str, float]:

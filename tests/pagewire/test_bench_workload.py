@@ -11,6 +11,7 @@ from pagewire.bench.workload import (
     Ask,
     Lengths,
     from_file,
+    other_prompts,
     random_ids,
     random_text,
     shared_prefix,
@@ -49,6 +50,27 @@ def test_random_text_counts_words() -> None:
     asks = random_text(50, PROMPT, OUTPUT, random.Random(1))
     assert {len(ask.text.split()) for ask in asks if ask.text is not None} == set(range(3, 10))
     assert asks == random_text(50, PROMPT, OUTPUT, random.Random(1))
+
+
+def test_other_prompts_keep_all_but_the_tokens() -> None:
+    asks = shared_prefix(6, 20, 2, PROMPT, OUTPUT, 1000, random.Random(1))
+    others = [other_prompts(ask, 3, 1000) for ask in asks]
+    for ask, other in zip(asks, others, strict=True):
+        assert (len(ask.ids), ask.max_tokens) == (len(other.ids), other.max_tokens)
+        assert all(a != b for a, b in zip(ask.ids, other.ids, strict=True))
+        assert all(100 <= token_id < 1000 for token_id in other.ids)
+    assert others[0].ids[:20] == others[2].ids[:20] != others[1].ids[:20]
+    assert len({ask.ids for ask in (*asks, *others)}) == 12
+
+
+def test_other_text_keeps_all_but_the_words() -> None:
+    for ask in random_text(50, PROMPT, OUTPUT, random.Random(1)):
+        other = other_prompts(ask, 98, 0)
+        assert ask.text is not None
+        assert other.text is not None
+        assert ask.max_tokens == other.max_tokens
+        pairs = list(zip(ask.text.split(), other.text.split(), strict=True))
+        assert all(a != b for a, b in pairs)
 
 
 def test_shared_prefixes_take_turns() -> None:
