@@ -83,6 +83,9 @@ def main() -> None:
     parser.add_argument("--only", help="Names, with commas between. Default: all that can start.")
     parser.add_argument("--workloads", default="A,B,C,D,E")
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument(
+        "--fraction", type=float, default=1.0, help="Of each workload's requests, for a short run."
+    )
     parser.add_argument("--vocab-size", type=int, default=49_152)
     parser.add_argument("--json", type=Path, help="Write every figure there.")
     options = parser.parse_args()
@@ -94,7 +97,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for turn in range(1, options.runs + 1):
         for server in servers:
-            results += _measure(server, workloads, turn, options.vocab_size)
+            results += _measure(server, workloads, turn, options.vocab_size, options.fraction)
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     print(table(results, servers[0].name))
@@ -142,13 +145,13 @@ def _installed(servers: list[Server], only: str | None) -> list[Server]:
 
 
 def _measure(
-    server: Server, workloads: list[str], turn: int, vocab_size: int
+    server: Server, workloads: list[str], turn: int, vocab_size: int, fraction: float
 ) -> list[dict[str, Any]]:
     results = []
     with _running(server) as (process, start_s):
         for workload in workloads:
             cpu_before = _cpu_s(process.pid)
-            report = _bench(server, workload, turn, vocab_size)
+            report = _bench(server, workload, turn, vocab_size, fraction)
             summary = report["summary"]
             cpu = (_cpu_s(process.pid) - cpu_before) / summary["duration_s"]
             result = {
@@ -176,7 +179,17 @@ def _measure(
     return results
 
 
-def _bench(server: Server, workload: str, turn: int, vocab_size: int) -> dict[str, Any]:
+def _load(workload: str, fraction: float) -> list[str]:
+    """The workload's flags; at least as many requests as run at a time."""
+    flags = dict(flag.split("=") for flag in WORKLOADS[workload])
+    most, least = int(flags["--num-requests"]), int(flags["--concurrency"])
+    flags["--num-requests"] = str(max(least, round(most * fraction)))
+    return [f"{name}={value}" for name, value in flags.items()]
+
+
+def _bench(
+    server: Server, workload: str, turn: int, vocab_size: int, fraction: float
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "report.json"
         subprocess.run(
@@ -190,7 +203,7 @@ def _bench(server: Server, workload: str, turn: int, vocab_size: int) -> dict[st
                 *([] if server.model is None else [f"--model={server.model}"]),
                 # Other prompts in each turn: the server of the last one may keep a cache on disk.
                 *(f"--seed={turn}", f"--vocab-size={vocab_size}", f"--json={path}"),
-                *("--warm-up=16", "--no-progress", *WORKLOADS[workload]),
+                *("--warm-up=16", "--no-progress", *_load(workload, fraction)),
             ],
             check=True,
             cwd=ROOT,

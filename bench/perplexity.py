@@ -7,8 +7,9 @@ Every mode reads the same windows of a text, each from its own beginning, and pr
 each next token. float32, with all matrices dequantized, is the reference: besides the
 perplexity (and its ratio to the reference's) the report has the mean Kullback-Leibler
 divergence of the predictions from the reference's, in millinats, and how often the
-likeliest token is the same. The text is the language reference that comes with Python
-(pydoc_data.topics) unless another is given.
+likeliest token is the same. A model may be any that is served, also an AWQ, GPTQ, fp8 or
+compressed-tensors checkpoint: packed computes its own codes. The text is the language
+reference that comes with Python (pydoc_data.topics) unless another is given.
 """
 
 from __future__ import annotations
