@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine_core.device.cpu import CpuDevice
 from engine_core.model.inputs import ModelInput
 from engine_core.model.loader import load_model, open_model
-from engine_core.runner.model_runner import allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches
 from kernels.ops import AttentionBatch
 from kernels.registry import load_ops
 from pagewire.config import EMBEDDED_MODEL

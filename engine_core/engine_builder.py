@@ -22,7 +22,8 @@ from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
 from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.graphs import graph_sizes, measure_graphs
-from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches
+from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows

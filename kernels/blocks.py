@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kernels.ops import Activation, Block, BlockBatch, MoeBlock, Ops
+    from kernels.ops import Activation, Block, BlockBatch, KVCache, MoeBlock, Ops
 
 
 def run_blocks(
@@ -19,7 +19,7 @@ def run_blocks(
     stack: BlockStack,
     residual: torch.Tensor,
     batch: BlockBatch,
-    kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    kv_caches: Sequence[KVCache],
 ) -> None:
     """As Ops.run_blocks."""
     caches = iter(kv_caches)
@@ -35,7 +35,7 @@ def run_blocks(
         else:
             x = ops.add_rms_norm(branch, residual, block.norm, block.eps)
         if isinstance(block, AttentionBlock):
-            branch = _attend(ops, block, x, batch, *next(caches))
+            branch = _attend(ops, block, x, batch, next(caches))
         elif isinstance(block, MlpBlock):
             branch = _mlp(ops, block, x)
         else:
@@ -63,8 +63,7 @@ def _attend(
     block: AttentionBlock,
     x: torch.Tensor,
     batch: BlockBatch,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
 ) -> torch.Tensor:
     tokens, eps = x.shape[0], block.eps
     heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
@@ -75,12 +74,12 @@ def _attend(
         q = ops.rms_norm(q.flatten(1), q_norm, eps).view(q.shape)
         k = ops.rms_norm(k.flatten(1), k_norm, eps).view(k.shape)
         q_norm = k_norm = None
-    caches = (k_cache, v_cache, batch.slot_mapping)
+    slots = (cache.k, cache.v, batch.slot_mapping)
     norms = (q_norm, k_norm, eps)
-    scales = (block.k_scale, block.v_scale)
-    ops.rope_and_cache(q, k, v, batch.positions, block.cos_sin, *caches, *norms, *scales)
+    scales = (cache.k_scale, cache.v_scale)
+    ops.rope_and_cache(q, k, v, batch.positions, block.cos_sin, *slots, *norms, *scales)
     limits = (block.window, block.soft_cap)
-    attended = ops.attention(q, k_cache, v_cache, batch.attention, block.scale, *limits, *scales)
+    attended = ops.attention(q, cache.k, cache.v, batch.attention, block.scale, *limits, *scales)
     return _post_norm(ops, block, ops.linear(attended.view(tokens, -1), block.out))
 
 
@@ -109,6 +108,6 @@ class ComposedBlocks:
         stack: BlockStack,
         residual: torch.Tensor,
         batch: BlockBatch,
-        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: Sequence[KVCache],
     ) -> None:
         run_blocks(self, stack, residual, batch, kv_caches)

@@ -87,6 +87,23 @@ class TokenLogprobs(NamedTuple):
     """[N, V] float32, if asked for: what values and ranks were read from."""
 
 
+class KVCache(NamedTuple):
+    """One layer's paged keys and values, and what the codes of an 8-bit cache are times."""
+
+    k: torch.Tensor
+    """[N, B, Hk, D] in the model's dtype, or float8_e4m3fn."""
+    v: torch.Tensor
+    """The same of the values."""
+    k_scale: torch.Tensor | None = None
+    """As Ops.rope_and_cache has it: there if and only if k is of 8 bits."""
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def paged(self) -> tuple[torch.Tensor, ...]:
+        """What is of blocks, [N, ...] each: a copy of a block is one of its rows of all these."""
+        return (self.k, self.v)
+
+
 class LinearWeight(Protocol):
     """A weight as its backend keeps it: y = x @ weight.T (+ bias)."""
 
@@ -139,11 +156,6 @@ class AttentionBlock:
     all heads as one row."""
     k_norm: torch.Tensor | None = None
     """The same of the keys, [D] or [Hk D]; there if and only if q_norm is."""
-    k_scale: torch.Tensor | None = None
-    """[Hk] float32, as Ops.rope_and_cache has it: there if and only if this layer's caches
-    are float8_e4m3fn."""
-    v_scale: torch.Tensor | None = None
-    """The same of the values."""
     post_norm: torch.Tensor | None = None  # [H]
 
 
@@ -371,7 +383,7 @@ class Ops(Protocol):
         stack: BlockStack,
         residual: torch.Tensor,
         batch: BlockBatch,
-        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: Sequence[KVCache],
     ) -> None:
         """residual [T, H] through all blocks, in place; writes the batch's KV to kv_caches,
         whose entries belong to the attention blocks in order. kernels/blocks.py composes

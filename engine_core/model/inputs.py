@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kernels.ops import AttentionBatch
+    from kernels.ops import AttentionBatch, KVCache
 
-    KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """Per layer, keys and values: [N, B, Hk, D] each."""
+    KVCaches = Sequence[KVCache]
+    """One of each layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,19 +32,6 @@ _WARM_UP_TOKENS = 32
 _MEASURED_TOKENS = 256
 
 
-def allocate_kv_caches(
-    model: DecoderModel, device: Device, num_blocks: int, block_size: int, dtype: torch.dtype
-) -> KVCaches:
-    config = model.config
-    layers = range(config.num_layers)
-    shape = (block_size, config.num_kv_heads, config.head_dim)
-    if device.layers_share_blocks:
-        blocks = device.zeros((num_blocks, len(layers), 2, *shape), dtype)
-        return tuple((blocks[:, layer, 0], blocks[:, layer, 1]) for layer in layers)
-    one_layer = (num_blocks, *shape)
-    return tuple((device.zeros(one_layer, dtype), device.zeros(one_layer, dtype)) for _ in layers)
-
-
 class ModelRunner:
     """A Runner (engine_core/runner/base.py) for one model on one device."""
 
@@ -68,7 +55,7 @@ class ModelRunner:
         self._device = device
         self._kv_caches = kv_caches
         self._host_kv = host_kv
-        self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
+        self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0].k.shape[1])
         self._builder = BatchBuilder(self._rows, device, max_num_seqs, max_num_batched_tokens)
         self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids, ops)
         self._graph_sizes = graph_sizes
@@ -159,8 +146,8 @@ class ModelRunner:
         if not copies:
             return
         sources, targets = upload(np.array(copies).T, self._device.torch_device)
-        for k_cache, v_cache in self._kv_caches:
-            self._ops.copy_blocks(k_cache, v_cache, sources, targets)
+        for cache in self._kv_caches:
+            self._ops.copy_blocks(cache.k, cache.v, sources, targets)
 
     def _read_all(self) -> None:
         """Waits for the ids that earlier steps have drawn: penalties and bad words

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _STAGING_BYTES = 16 << 20
 _WARM_UP_BLOCKS = 8
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class MoveTimes:
@@ -40,7 +41,7 @@ NO_TIMES = MoveTimes(None, None)
 
 
 class HostKV:
-    """The host's KV blocks, [num_host_blocks, 2 * layers, elements of a block], and the
+    """The host's KV blocks, [num_host_blocks, words of a block in all layers], and the
     copies to and from them.
 
     A block lies in one piece on the host and in one piece per layer's keys and values
@@ -53,16 +54,16 @@ class HostKV:
 
     def __init__(self, device: Device, kv_caches: KVCaches, num_host_blocks: int) -> None:
         self._device = device
-        # [N, elements of a block] each
-        self._caches = [cache.view(len(cache), -1) for pair in kv_caches for cache in pair]
-        first = self._caches[0]
-        block = (len(self._caches), first.shape[1])
-        self.blocks = device.host_buffer((num_host_blocks, *block), first.dtype)
-        block_bytes = block[0] * block[1] * first.element_size()
+        # [N, words of a block] each
+        self._caches = _as_words([paged for cache in kv_caches for paged in cache.paged])
+        word, sizes = self._caches[0].dtype, [cache.shape[1] for cache in self._caches]
+        self.blocks = device.host_buffer((num_host_blocks, sum(sizes)), word)
+        block_bytes = sum(sizes) * word.itemsize
         self._num_staged = max(1, min(num_host_blocks, _STAGING_BYTES // block_bytes))
         self._staging = torch.empty(
-            (self._num_staged, *block), dtype=first.dtype, device=device.torch_device
+            (self._num_staged, sum(sizes)), dtype=word, device=device.torch_device
         )
+        self._staged_caches = self._staging.split_with_sizes(sizes, dim=1)
 
     def move(self, moves: BlockMoves) -> MoveTimes:
         """Queues the offloads, then the restores."""
@@ -97,8 +98,8 @@ class HostKV:
         for block_ids, host_ids in self._batches(pairs):
             staged = self._staging[: len(host_ids)]
             index = upload(np.array(block_ids), self._device.torch_device)
-            for layer, cache in enumerate(self._caches):
-                staged[:, layer] = cache.index_select(0, index)
+            for part, cache in zip(self._staged_caches, self._caches, strict=True):
+                part[: len(host_ids)] = cache.index_select(0, index)
             for at, host_id in enumerate(host_ids):
                 self.blocks[host_id].copy_(staged[at], non_blocking=True)
 
@@ -108,8 +109,8 @@ class HostKV:
             for at, host_id in enumerate(host_ids):
                 staged[at].copy_(self.blocks[host_id], non_blocking=True)
             index = upload(np.array(block_ids), self._device.torch_device)
-            for layer, cache in enumerate(self._caches):
-                cache.index_copy_(0, index, staged[:, layer])
+            for part, cache in zip(self._staged_caches, self._caches, strict=True):
+                cache.index_copy_(0, index, part[: len(host_ids)])
 
     def _batches(
         self, pairs: Sequence[tuple[int, int]]
@@ -118,3 +119,16 @@ class HostKV:
         for start in range(0, len(pairs), self._num_staged):
             sources, targets = zip(*pairs[start : start + self._num_staged], strict=True)
             yield sources, targets
+
+
+def _as_words(paged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors [N, ...], dense but for the first dimension, as [N, words]: what is moved is
+    bytes, whatever they are, in the widest integers that all of them are made of."""
+    rows = [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in paged]
+
+    def fits(row: torch.Tensor, word: torch.dtype) -> bool:
+        sizes = (row.shape[1], row.stride(0), row.storage_offset())
+        return not any(size % word.itemsize for size in sizes)
+
+    word = next(word for word in _WORDS if all(fits(row, word) for row in rows))
+    return [row.view(word) for row in rows]

@@ -32,8 +32,8 @@ def run_dummy_step(
     Every block is the null block and nothing is written to the cache, so one
     block of cache is enough.
     """
-    device = kv_caches[0][0].device
-    block_size = kv_caches[0][0].shape[1]
+    device = kv_caches[0].k.device
+    block_size = kv_caches[0].k.shape[1]
     num_seqs = min(num_seqs, num_tokens)
     share, longer = divmod(num_tokens, num_seqs)
     # Decodes come first in a batch, so the longer sequences come last.

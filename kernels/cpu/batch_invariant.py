@@ -22,7 +22,7 @@ from kernels.registry import UnsupportedOps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.ops import BlockStack, Ops
+    from kernels.ops import BlockStack, KVCache, Ops
 
 
 def load_batch_invariant_cpu_ops() -> Ops:
@@ -41,7 +41,7 @@ class BatchInvariantCpuOps(CpuOps):
         stack: BlockStack,
         residual: torch.Tensor,
         batch: BlockBatch,
-        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: Sequence[KVCache],
     ) -> None:
         attention = one_token_sequences(batch.attention)
         alone = BlockBatch(batch.positions, batch.slot_mapping, attention)

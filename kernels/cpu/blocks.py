@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.cpu.library import Library
-    from kernels.ops import Block, BlockBatch, LinearWeight, MlpBlock, Ops
+    from kernels.ops import Block, BlockBatch, KVCache, LinearWeight, MlpBlock, Ops
 
-    Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+    Caches = Sequence[KVCache]
 
 
 class CpuBlocks(BlockStack):
@@ -133,7 +133,8 @@ class _NativeRun:
                 continue
             for weight in (block.q_norm, block.k_norm):
                 assert weight is None or weight.dtype == residual.dtype
-            k_cache, v_cache = next(caches)
+            k_cache, v_cache, k_scale, v_scale = next(caches)
+            assert k_scale is None and v_scale is None, "there are no 8-bit caches"
             shapes.BLOCK_CACHE.check(residual, k_cache, v_cache)
             num_blocks, block_size, kv_heads, head_dim = k_cache.shape
             assert (kv_heads, head_dim) == (block.num_kv_heads, block.head_dim)
@@ -175,7 +176,6 @@ def _native_attention(block: AttentionBlock) -> NativeBlock:
     assert heads % kv_heads == 0, (heads, kv_heads)
     assert block.qkv.out_features == (heads + 2 * kv_heads) * dim
     assert block.out.in_features == heads * dim
-    assert block.k_scale is None and block.v_scale is None, "there are no 8-bit caches"
     native = _common(ATTENTION_BLOCK, block, block.qkv, block.out)
     native.cos_sin = pointer(block.cos_sin)
     native.heads, native.kv_heads, native.head_dim = heads, kv_heads, dim

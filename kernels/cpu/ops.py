@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         BlockBatch,
         BlockStack,
         ExpertWeights,
+        KVCache,
         LinearWeight,
         Ops,
         SamplingBatch,
@@ -203,7 +204,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         stack: BlockStack,
         residual: torch.Tensor,
         batch: BlockBatch,
-        kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: Sequence[KVCache],
     ) -> None:
         """One call of C++ for each run of blocks without experts, whose blocks are composed.
 

@@ -13,7 +13,7 @@ from engine_core.device.memory import block_num_bytes
 from engine_core.engine_builder import build_engine
 from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.graphs import DecodeGraphs, graph_sizes, measure_graphs
-from engine_core.runner.model_runner import allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches
 from engine_core.runner.rows import Rows
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
@@ -131,7 +131,7 @@ def test_graphs_work_on_memory_that_outlasts_them(loaded: Loaded) -> None:
     """Weights, KV cache, the builder's buffers, and where the hidden states go."""
     builder, graphs, kv_caches = make_graphs(loaded, SIZES)
     device = device_of(loaded)
-    lasting = {it.untyped_storage().data_ptr() for pair in kv_caches for it in pair}
+    lasting = {it.untyped_storage().data_ptr() for cache in kv_caches for it in cache.paged}
     lasting |= {it.untyped_storage().data_ptr() for it in builder._buffers.values()}
     assert builder._decode_table is not None
     lasting.add(builder._decode_table.untyped_storage().data_ptr())
@@ -175,12 +175,12 @@ def test_what_reads_a_length_on_the_host_cannot_be_captured(loaded: Loaded) -> N
 
 def test_padding_writes_nothing(loaded: Loaded) -> None:
     _, graphs, kv_caches = make_graphs(loaded, (4,))
-    for pair in kv_caches:
-        for cache in pair:
-            cache.fill_(0.5)
+    for cache in kv_caches:
+        for paged in cache.paged:
+            paged.fill_(0.5)
     hidden = graphs.replay(4)
     assert hidden.isfinite().all()
-    assert all((cache == 0.5).all() for pair in kv_caches for cache in pair)
+    assert all((paged == 0.5).all() for cache in kv_caches for paged in cache.paged)
 
 
 @pytest.mark.parametrize("sampling", [None, MASKED], ids=["greedy", "masked"])

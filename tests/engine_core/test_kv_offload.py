@@ -17,12 +17,14 @@ from engine_core.kv.offload import KVOffload
 from engine_core.kv.restore_policy import RETRY_AFTER, MeasuredCosts, RestorePolicy
 from engine_core.runner.offload import HostKV
 from engine_core.sched.plan import NO_MOVES, BlockMoves
+from kernels.ops import KVCache
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
 from tests.support.fake_model import FakeEngine, alone
 from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 A, B, C = b"a", b"b", b"c"
@@ -264,15 +266,21 @@ class TestEngine:
 
 
 class TestHostKV:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_blocks_go_there_and_back(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+    @pytest.mark.parametrize("share_blocks", [False, True])
+    def test_blocks_go_there_and_back(self, dtype: torch.dtype, share_blocks: bool) -> None:
+        """Blocks of 24 elements, and of 25, which are words of single bytes."""
         generator = torch.Generator().manual_seed(1)
-        caches = tuple(
-            tuple(torch.randn(6, 4, 2, 3, generator=generator).to(dtype) for _ in range(2))
-            for _ in range(3)
-        )
-        before = [[cache.clone() for cache in pair] for pair in caches]
-        host = HostKV(CpuDevice("1MiB", 1), caches, 4)  # type: ignore[arg-type]
+        for shape in ((6, 3, 2, 4, 2, 3), (6, 3, 2, 5, 1, 5)):
+            drawn = torch.randint(-99, 99, shape, generator=generator).to(dtype)
+            pairs = [layer.unbind(1) for layer in drawn.unbind(1)]
+            if not share_blocks:
+                pairs = [(k.clone(), v.clone()) for k, v in pairs]
+            self.go_there_and_back([KVCache(*pair) for pair in pairs])
+
+    def go_there_and_back(self, caches: Sequence[KVCache]) -> None:
+        before = [[paged.clone() for paged in cache.paged] for cache in caches]
+        host = HostKV(CpuDevice("1MiB", 1), caches, 4)
         host._num_staged = 2  # so that it takes several turns
         times = host.move(BlockMoves(offload=((1, 3), (2, 0), (5, 1))))
         assert times.offload_s > 0
@@ -280,12 +288,12 @@ class TestHostKV:
         # The same plan may hand out what it offloads, and restore what it offloads.
         times = host.move(BlockMoves(offload=((3, 2),), restore=((3, 3), (1, 1), (2, 4))))
         assert times.restore_s > 0
-        for pair, old in zip(caches, before, strict=True):
-            for cache, was in zip(pair, old, strict=True):
-                assert torch.equal(cache[1], was[5])
-                assert torch.equal(cache[3], was[1])
-                assert torch.equal(cache[4], was[3])
-                assert torch.equal(cache[[0, 2, 5]], was[[0, 2, 5]])
+        for cache, old in zip(caches, before, strict=True):
+            for paged, was in zip(cache.paged, old, strict=True):
+                assert torch.equal(paged[1], was[5])
+                assert torch.equal(paged[3], was[1])
+                assert torch.equal(paged[4], was[3])
+                assert torch.equal(paged[[0, 2, 5]], was[[0, 2, 5]])
 
     def test_is_built_measured_and_refused(self, tmp_path: Path) -> None:
         path = str(write_hf(tmp_path / "model", TinySpec(max_positions=64)))

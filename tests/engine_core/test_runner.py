@@ -12,7 +12,8 @@ from engine_core.device.cpu import CpuDevice
 from engine_core.engine_builder import build_engine
 from engine_core.model.loader import load_model, open_model
 from engine_core.runner.batch import BatchBuilder
-from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches
+from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.rows import Rows
 from engine_core.sched.plan import NewSeq, SeqStep, StepPlan
 from kernels.registry import load_ops
@@ -261,7 +262,7 @@ def test_sequence_may_fill_the_context(path: Path) -> None:
 def test_warm_up_leaves_the_cache_alone(path: Path) -> None:
     runner = make_runner(path)
     runner.warm_up()
-    assert not any(cache.any() for pair in runner._kv_caches for cache in pair)
+    assert not any(paged.any() for cache in runner._kv_caches for paged in cache.paged)
 
 
 # assembly

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.inputs import Maker, attention_batch, cos_sin_table
-from kernels.ops import AttentionBlock, Block, BlockBatch, MlpBlock
+from kernels.ops import AttentionBlock, Block, BlockBatch, KVCache, MlpBlock
 from kernels.reference.ops import ReferenceOps
 from kernels.tolerances import assert_within_budget
 from tests.support.cpu_kernels import BACKENDS, VARIANTS, cpu_ops
@@ -51,11 +51,11 @@ class Step:
 
     residual: torch.Tensor
     batch: BlockBatch
-    kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
+    kv_caches: list[KVCache]
 
     def run(self, ops: Ops, blocks: Sequence[Block]) -> dict[str, torch.Tensor]:
         ops.run_blocks(ops.prepare_blocks(blocks), self.residual, self.batch, self.kv_caches)
-        caches = {f"cache {i}": torch.stack(pair) for i, pair in enumerate(self.kv_caches)}
+        caches = {f"cache {i}": torch.stack(cache.paged) for i, cache in enumerate(self.kv_caches)}
         return {"residual": self.residual, **caches}
 
 
@@ -118,12 +118,12 @@ def make_step(
             torch.cat(slots),
             attention_batch(query_lens, seq_lens, table, "cpu"),
         ),
-        [(maker.normal(*size), maker.normal(*size)) for _ in range(2)],
+        [KVCache(maker.normal(*size), maker.normal(*size)) for _ in range(2)],
     )
 
 
 def widened(step: Step) -> Step:
-    caches = [(k.double(), v.double()) for k, v in step.kv_caches]
+    caches = [KVCache(cache.k.double(), cache.v.double()) for cache in step.kv_caches]
     return replace(step, residual=step.residual.double(), kv_caches=caches)
 
 
@@ -188,11 +188,12 @@ def test_what_points_outside_is_refused_before_anything_is_written(backend: str)
     blocks = make_blocks(ops, shape, torch.float32, torch.float32)
 
     def refuse(step: Step, message: str) -> None:
-        residual, caches = step.residual.clone(), [k.clone() for k, _ in step.kv_caches]
+        residual, caches = step.residual.clone(), [cache.k.clone() for cache in step.kv_caches]
         with pytest.raises(IndexError, match=message):
             step.run(ops, blocks)
         assert torch.equal(step.residual, residual)
-        assert all(torch.equal(k, was) for (k, _), was in zip(step.kv_caches, caches, strict=True))
+        pairs = zip(step.kv_caches, caches, strict=True)
+        assert all(torch.equal(cache.k, was) for cache, was in pairs)
 
     step = make_step(shape, torch.float32, [1, 3], [9, 5])
     step.batch.slot_mapping[2] = 10**6
@@ -218,5 +219,5 @@ def test_another_cache_is_noticed(backend: str) -> None:
         ops.run_blocks(stack, step.residual, step.batch, step.kv_caches)
         results.append(step)
     assert torch.equal(results[0].residual, results[1].residual)
-    for (k, v), (other_k, other_v) in zip(results[0].kv_caches, results[1].kv_caches, strict=True):
-        assert torch.equal(k, other_k) and torch.equal(v, other_v)
+    for cache, other in zip(results[0].kv_caches, results[1].kv_caches, strict=True):
+        assert torch.equal(cache.k, other.k) and torch.equal(cache.v, other.v)

@@ -14,7 +14,7 @@ import torch
 from kernels.cpu.batch_invariant import BatchInvariantCpuOps
 from kernels.cpu.library import Library, supported_variants
 from kernels.inputs import Maker, attention_args, attention_batch, cos_sin_table, rope_args
-from kernels.ops import AttentionBlock, Block, BlockBatch, MlpBlock, MoeBlock
+from kernels.ops import AttentionBlock, Block, BlockBatch, KVCache, MlpBlock, MoeBlock
 from kernels.reference.ops import ReferenceOps
 from kernels.registry import UnsupportedOps
 from kernels.shapes import ShapeError
@@ -396,7 +396,9 @@ class Drawn:
             for row, at in enumerate(positions)
         ]
         shape = (count, BLOCK_SIZE, self.kv_heads, self.head_dim)
-        caches = [(maker.normal(*shape).to(cast), maker.normal(*shape).to(cast)) for _ in range(2)]
+        caches = [
+            KVCache(maker.normal(*shape).to(cast), maker.normal(*shape).to(cast)) for _ in range(2)
+        ]
         residual = (maker.normal(sum(self.query_lens), self.hidden) * 3).to(cast)
         batch = BlockBatch(
             torch.cat(positions),
@@ -404,7 +406,8 @@ class Drawn:
             attention_batch(self.query_lens, self.seq_lens, table, "cpu"),
         )
         ops.run_blocks(ops.prepare_blocks(self.blocks(ops, dtype, cast)), residual, batch, caches)
-        return {"residual": residual} | {f"KV {i}": torch.stack(kv) for i, kv in enumerate(caches)}
+        kv = {f"KV {i}": torch.stack(cache.paged) for i, cache in enumerate(caches)}
+        return {"residual": residual} | kv
 
 
 @cache
@@ -447,7 +450,7 @@ def test_a_bad_position_of_any_block_is_refused_before_anything_is_written() -> 
     blocks = [block for block in drawn.blocks(ops, F32, F32) if isinstance(block, AttentionBlock)]
     blocks = [replace(blocks[0], cos_sin=None), replace(blocks[1], cos_sin=cos_sin_table(30, 6))]
     shape = (11, BLOCK_SIZE, drawn.kv_heads, drawn.head_dim)
-    caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(2)]
+    caches = [KVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(2)]
     table = torch.arange(1, 11, dtype=torch.int32).unsqueeze(0)
     batch = BlockBatch(
         torch.tensor([39]), torch.tensor([40]), attention_batch([1], [40], table, "cpu")
@@ -455,6 +458,6 @@ def test_a_bad_position_of_any_block_is_refused_before_anything_is_written() -> 
     residual = torch.ones(1, drawn.hidden)
     with pytest.raises(IndexError, match="token 0 has position 39 of 30"):
         ops.run_blocks(ops.prepare_blocks(blocks), residual, batch, caches)
-    assert (residual == 1).all() and not any(k.any() or v.any() for k, v in caches)
+    assert (residual == 1).all() and not any(cache.k.any() or cache.v.any() for cache in caches)
     ops.run_blocks(ops.prepare_blocks(blocks[:1]), residual, batch, caches)
-    assert caches[0][0].any()
+    assert caches[0].k.any()

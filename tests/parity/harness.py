@@ -14,7 +14,8 @@ from engine_core.kv.offload import KVOffload
 from engine_core.kv.restore_policy import RestorePolicy
 from engine_core.model.inputs import ModelInput
 from engine_core.model.loader import load_model, open_model
-from engine_core.runner.model_runner import ModelRunner, allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches
+from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
 from engine_core.sched.scheduler import Scheduler, SchedulerLimits
 from kernels.ops import AttentionBatch
