@@ -358,13 +358,17 @@ def all_specimens() -> list[Specimen]:
     specimens += attention_specimens("fp16", 64)[:3]
     specimens += attention_specimens("bf16", 128)[3:]
     specimens.append(attention_specimens("fp32", 64)[4])
-    # Mistral's windows, Gemma 2's, which have soft caps too.
+    # Mistral's windows, Gemma 3's; Gemma 2's, which have soft caps too, and its full layers.
     specimens += attention_specimens("bf16", 128, window=True)
+    specimens += attention_specimens("bf16", 256, window=True)[:3]
     specimens += attention_specimens("bf16", 256, window=True, soft_cap=True)[:3]
+    specimens += attention_specimens("bf16", 256, soft_cap=True)[:3]
     specimens += attention_specimens("fp32", 64, window=True, soft_cap=True)[:3]
     for fp8 in (FP8_BITS, FP8_INSTRUCTION):
         specimens += attention_specimens("bf16", 64, fp8=fp8)[:3]
         specimens += attention_specimens("bf16", 128, fp8=fp8)
+        specimens += attention_specimens("bf16", 256, fp8=fp8)[:3]
+        specimens += attention_specimens("bf16", 256, window=True, fp8=fp8)[:3]
         specimens += [
             rope_specimen("bf16", 128, 128, norm=True, fp8=fp8),
             rope_specimen("fp32", 128, 128, fp8=fp8),

@@ -34,6 +34,7 @@ from kernels.cuda.configs import (
 )
 from kernels.cuda.limits import MAX_REGISTERS, MULTIPROCESSORS, Usage
 from kernels.cuda.source import digest
+from scripts.kernel_table import rows_that_hold
 
 ROOT = Path(__file__).parents[2]
 _ROUNDING = (
@@ -46,6 +47,7 @@ SPILLS = {
     ("paged_prefill_kernel-fp16-D=64,long", 100): (16, _ROUNDING),
     ("paged_prefill_kernel-fp16-D=64,short", 90): (8, _ROUNDING),
     ("paged_prefill_kernel-fp32-D=64,long", 80): (8, _ROUNDING),
+    ("paged_decode_kernel-bf16-D=256,splits=8,window", 90): (8, _ROUNDING),
     ("paged_decode_kernel-bf16-D=256,splits=8,window,cap", 90): (8, _ROUNDING),
     ("paged_prefill_kernel-bf16-D=128,long,window", 80): (32, _WINDOW),
 }
@@ -123,6 +125,29 @@ def test_the_document_says_what_all_kernels_take() -> None:
             if num_stack:
                 spills.add((name, arch))
     assert spills == set(SPILLS), "a spill that is gone is to be listed no more"
+
+
+def test_only_rows_of_what_is_compiled_today_are_kept() -> None:
+    one, two, *_ = specimens = all_specimens()
+    rows = rows_that_hold(DOCUMENT, specimens)
+    assert list(rows) == [str(specimen) for specimen in specimens]
+    changed = DOCUMENT.replace(f"| {digest(one)} |", "| 00000000 |")
+    assert rows_that_hold(changed, [one, two]) == {str(two): rows[str(two)]}
+    renamed = replace(one, case="another case")
+    assert rows_that_hold(DOCUMENT, [renamed, two]) == {str(two): rows[str(two)]}
+    other = DOCUMENT.replace("Compiled by Triton ", "Compiled by Triton 0.")
+    assert rows_that_hold(other, specimens) == {}
+
+
+def test_specimens_have_every_combination_that_attention_meets() -> None:
+    """At the greatest head size, which leaves the fewest registers and the least shared
+    memory: windows and soft caps alone and together, and both kinds of 8-bit cache."""
+    cases = {specimen.case for specimen in all_specimens() if specimen.element == "bf16"}
+    for label in ("splits=8", "long", "short"):
+        for more in ("", ",window", ",cap", ",window,cap"):
+            assert f"D=256,{label}{more}" in cases
+        for more in (",fp8 bits", ",fp8", ",window,fp8 bits", ",window,fp8"):
+            assert f"D=256,{label}{more}" in cases
 
 
 def test_the_document_has_the_costs_of_every_kernel() -> None:
