@@ -118,44 +118,30 @@ def select_digit_kernel(
         is_asked = is_sampled(temperature, greatest) & has_top_k
     if not is_asked:
         return
-    masses_stride = num_rows.to(tl.int64) * NUM_PARTS * NUM_BINS
-    found_stride = num_rows.to(tl.int64) * 2
-    masses_ptr += row * NUM_PARTS * NUM_BINS
-    found_ptr += row * 2
     least = tl.full([], 0, dtype=tl.int64)
+    slot = step * num_rows.to(tl.int64) + row
     if BY_WEIGHT:
         if has_top_k:
-            last = DIGITS - 1
-            least, _left = narrow(
-                found_ptr + last * found_stride,
-                masses_ptr + last * masses_stride,
-                top_p,
-                False,
-                NUM_PARTS,
-                NUM_BINS,
-            )
-        masses_ptr += DIGITS * masses_stride
-        found_ptr += DIGITS * found_stride
+            last = (DIGITS - 1) * num_rows.to(tl.int64) + row
+            least, _left = narrow(found_ptr, masses_ptr, last, top_p, False, NUM_PARTS, NUM_BINS)
+        slot += DIGITS * num_rows.to(tl.int64)
     prefix = tl.full([], 0, dtype=tl.int64)
     remaining = top_k.to(tl.int64)
     if step > 0:
+        is_start = BY_WEIGHT & (step == 1)
         prefix, remaining = narrow(
-            found_ptr + (step - 1) * found_stride,
-            masses_ptr + (step - 1) * masses_stride,
-            top_p,
-            BY_WEIGHT & (step == 1),
-            NUM_PARTS,
-            NUM_BINS,
+            found_ptr, masses_ptr, slot - num_rows, top_p, is_start, NUM_PARTS, NUM_BINS
         )
     if part == 0:
-        tl.store(found_ptr + step * found_stride, prefix)
-        tl.store(found_ptr + step * found_stride + 1, remaining)
+        tl.store(found_ptr + slot * 2, prefix)
+        tl.store(found_ptr + slot * 2 + 1, remaining)
 
     scale = scale_of(temperature)
     shift = (DIGITS - 1 - step) * DIGIT_BITS
     bins = tl.arange(0, NUM_BINS)
-    # [BLOCK_V, NUM_BINS]
-    sums = tl.zeros([BLOCK_V, NUM_BINS], dtype=tl.int64)
+    # [NUM_BINS, BLOCK_V]: threads lie along the last axis, so that each logit has one, which
+    # weighs it for all bins. The other way round 16 threads had it, and could all weigh it.
+    sums = tl.zeros([NUM_BINS, BLOCK_V], dtype=tl.int64)
     first = part * part_size
     end = tl.minimum(first + part_size, vocab_size)
     for start in range(first, end, BLOCK_V):
@@ -172,9 +158,9 @@ def select_digit_kernel(
                 mass = tl.full([BLOCK_V], 1, dtype=tl.int64)
             mass = tl.where(is_candidate, mass, 0)
             digit = (begun & (NUM_BINS - 1)).to(tl.int32)
-            sums += tl.where(digit[:, None] == bins[None, :], mass[:, None], 0)
-    offs_out = step * masses_stride + part * NUM_BINS + bins
-    tl.store(masses_ptr + offs_out, tl.sum(sums, axis=0))
+            sums += tl.where(bins[:, None] == digit[None, :], mass[None, :], 0)
+    offs_out = (slot * NUM_PARTS + part) * NUM_BINS + bins
+    tl.store(masses_ptr + offs_out, tl.sum(sums, axis=1))
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -218,33 +204,15 @@ def weigh_parts_kernel(
         min_p = tl.load(min_p_ptr + row)
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
-        masses_stride = num_rows.to(tl.int64) * NUM_PARTS * NUM_BINS
-        found_stride = num_rows.to(tl.int64) * 2
-        masses_ptr += row * NUM_PARTS * NUM_BINS
-        found_ptr += row * 2
         if top_p < 1.0:
-            last = 2 * DIGITS - 1
-            cut, remaining = narrow(
-                found_ptr + last * found_stride,
-                masses_ptr + last * masses_stride,
-                top_p,
-                False,
-                NUM_PARTS,
-                NUM_BINS,
-            )
+            last = (2 * DIGITS - 1) * num_rows.to(tl.int64) + row
+            cut, remaining = narrow(found_ptr, masses_ptr, last, top_p, False, NUM_PARTS, NUM_BINS)
             tie = weights_of(value_of(cut, LOW_BITS), greatest, scale, 0.0, UNIT_BITS)
             # Of equals the highest ids stay, as many as it takes.
             num_kept = (remaining + tie - 1) // tie
         elif (top_k > 0) & (top_k < vocab_size):
-            last = DIGITS - 1
-            cut, remaining = narrow(
-                found_ptr + last * found_stride,
-                masses_ptr + last * masses_stride,
-                top_p,
-                False,
-                NUM_PARTS,
-                NUM_BINS,
-            )
+            last = (DIGITS - 1) * num_rows.to(tl.int64) + row
+            cut, remaining = narrow(found_ptr, masses_ptr, last, top_p, False, NUM_PARTS, NUM_BINS)
             num_kept = vocab_size.to(tl.int64)
     if part == 0:
         tl.store(cut_ptr + row * 2, cut)

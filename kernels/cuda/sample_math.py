@@ -72,8 +72,9 @@ def weights_of(x, greatest, scale, min_p, UNIT_BITS: tl.constexpr):
 
 @triton.jit
 def narrow(
-    found_ptr,  # [2] int64 of the row at this step
-    masses_ptr,  # [P, 16] int64 of the row at this step
+    found_ptr,  # [slots, 2] int64
+    masses_ptr,  # [slots, P, 16] int64
+    slot,  # int64: the search and its step, then the row
     top_p,
     is_start_of_top_p,
     NUM_PARTS: tl.constexpr,
@@ -86,11 +87,11 @@ def narrow(
     that the mass to be found from above is what is left, and at least the greatest logit.
     """
     bins = tl.arange(0, NUM_BINS)
-    offs = tl.arange(0, NUM_PARTS)[:, None] * NUM_BINS + bins[None, :]
-    masses = tl.sum(tl.load(masses_ptr + offs), axis=0)
+    parts = slot * NUM_PARTS + tl.arange(0, NUM_PARTS)
+    masses = tl.sum(tl.load(masses_ptr + parts[:, None] * NUM_BINS + bins[None, :]), axis=0)
     total = tl.sum(masses, axis=0)
-    prefix = tl.load(found_ptr)
-    remaining = tl.load(found_ptr + 1)
+    prefix = tl.load(found_ptr + slot * 2)
+    remaining = tl.load(found_ptr + slot * 2 + 1)
     if is_start_of_top_p:
         dropped = ((1.0 - top_p.to(tl.float64)) * total.to(tl.float64)).to(tl.int64)
         remaining = tl.maximum(total - dropped, 1)
