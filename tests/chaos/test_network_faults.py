@@ -51,7 +51,11 @@ class ByHand:
         self._engine.runner.gate.set()
 
     def has_no_frontend(self) -> bool:
-        return not self._engine.process._inbox._peers
+        """Whether the loop hears so, at the latest with its next step."""
+        outbox = self._engine.process._outbox
+        # The inbox forgets it first. Under this lock the session ends and the loop is told.
+        with outbox._lock:
+            return not outbox._sessions
 
 
 class Wired(Stack):
