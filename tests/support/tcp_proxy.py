@@ -21,7 +21,7 @@ class TcpProxy:
         self.delay_s = 0.0
         """Before each piece, each way."""
         self.num_connections = 0
-        """So far."""
+        """So far, whose both ends stand, so that drop() meets the latest."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -60,7 +60,6 @@ class TcpProxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self.num_connections += 1
         await self._flowing.wait()
         try:
             there, back = await asyncio.open_connection(*self._target())
@@ -69,6 +68,7 @@ class TcpProxy:
             return
         pair = (writer, back)
         self._pairs.add(pair)
+        self.num_connections += 1
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(reader, back))
