@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import psutil
@@ -34,6 +35,9 @@ from pagewire.v1 import tokenizer_pb2
 from tests.support.accounted import Load, make_requests
 from tests.support.stack import Api, Stack, connect, running_stack
 from tests.support.tiny_model import TinySpec, write_hf
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 # Batches change when an engine comes back: what is drawn must not depend on them.
 FLAGS = (
@@ -164,20 +168,35 @@ def _report(
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200)
+def parser_of(doc: str | None, *, requests: int, max_tokens: int) -> argparse.ArgumentParser:
+    """With the flags of the load."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=32, help="different ones")
-    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=requests, help="different ones")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    return parser
+
+
+def serve_and(
+    run: Callable[[Stack, argparse.Namespace], Awaitable[bool]], arguments: argparse.Namespace
+) -> int:
+    """Runs against a server; the exit status, 0 where run says that all was well."""
+
+    async def at(stack: Stack) -> bool:
+        return await run(stack, arguments)
+
     with tempfile.TemporaryDirectory() as directory:
         model = write_hf(Path(directory), TinySpec(max_positions=2048))
         workers = f"--tokenizer-workers={NUM_WORKERS}"
         with running_stack(f"--model={model}", workers, *FLAGS) as stack:
-            fine = asyncio.run(run(stack, arguments))
-    return 0 if fine else 1
+            return 0 if asyncio.run(at(stack)) else 1
+
+
+def main() -> int:
+    parser = parser_of(__doc__, requests=32, max_tokens=400)
+    parser.add_argument("--kills", type=int, default=200)
+    return serve_and(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -11,22 +11,23 @@ Exit status 1 where something was not as it must be.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.chaos import FEW, FLAGS, NUM_WORKERS, Held, Victims
+from bench.chaos import FEW, Held, Victims, parser_of, serve_and
 from tests.support.accounted import Load, make_requests
-from tests.support.stack import Api, Stack, connect, running_stack
-from tests.support.tiny_model import TinySpec, write_hf
+from tests.support.stack import Api, Stack, connect
+
+if TYPE_CHECKING:
+    import argparse
 
 CANCELLED, LATE = 0.05, 0.01
 MINUTE_S = 60.0
@@ -75,19 +76,9 @@ async def run(stack: Stack, arguments: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, requests=48, max_tokens=600)
     parser.add_argument("--minutes", type=int, default=10)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=48, help="different ones")
-    parser.add_argument("--max-tokens", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        model = write_hf(Path(directory), TinySpec(max_positions=2048))
-        workers = f"--tokenizer-workers={NUM_WORKERS}"
-        with running_stack(f"--model={model}", workers, *FLAGS) as stack:
-            fine = asyncio.run(run(stack, arguments))
-    return 0 if fine else 1
+    return serve_and(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from engine_core.model.quantized.scheme import (
     Options,
     StoredMatrix,
     TensorFile,
+    matrices_by_qweight,
     read_scales,
     want_matrix,
     want_tensor,
@@ -27,7 +28,6 @@ from pagewire.errors import ModelLoadError
 _BITS = 4
 _ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Of each eight, by place in the word."""
-_SUFFIX = ".qweight"
 _KNOWN = (
     *("quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version"),
     *("format", "checkpoint_format", "modules_to_not_convert"),
@@ -55,21 +55,13 @@ class Awq:
         options.one_of("zero_point", (True,), default=True)
         for key in ("version", "format", "checkpoint_format"):
             options.one_of(key, ("gemm", "GEMM"), default="gemm")
-        size = options.integer("q_group_size" if "q_group_size" in options.raw else "group_size")
-        if size != -1 and size < 1:
-            raise options.wrong("group_size", "-1 or above 0")
-        key = "modules_to_not_convert"
-        names = Exceptions(options.names(key), f"{options.path}: {options.name(key)}")
+        key = "q_group_size" if "q_group_size" in options.raw else "group_size"
+        size = options.group_size(key)
+        names = options.exceptions("modules_to_not_convert")
         return cls(size, names)
 
     def matrices(self, file: TensorFile) -> dict[str, StoredMatrix]:
-        found = {}
-        for name in file.shapes():
-            if name.endswith(_SUFFIX):
-                module = name.removesuffix(_SUFFIX)
-                self.exceptions.check(module, file.file_of(name))
-                found[f"{module}.weight"] = self._matrix(file, module)
-        return found
+        return matrices_by_qweight(file, self.exceptions, self._matrix)
 
     def _matrix(self, file: TensorFile, module: str) -> StoredMatrix:
         parts = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))

@@ -65,10 +65,7 @@ class Fp8:
         return cls(
             block,
             scheme == "static",
-            tuple(
-                Exceptions(options.names(key), f"{options.path}: {options.name(key)}")
-                for key in _EXCEPTIONS
-            ),
+            tuple(options.exceptions(key) for key in _EXCEPTIONS),
         )
 
     def matrices(self, file: TensorFile) -> dict[str, StoredMatrix]:

@@ -20,6 +20,7 @@ from engine_core.model.quantized.scheme import (
     Options,
     StoredMatrix,
     TensorFile,
+    matrices_by_qweight,
     read_scales,
     want_matrix,
     want_tensor,
@@ -27,7 +28,6 @@ from engine_core.model.quantized.scheme import (
 from engine_core.model.quantized.words import unpack_columns
 from pagewire.errors import ModelLoadError
 
-_SUFFIX = ".qweight"
 _KNOWN = (
     *("quant_method", "bits", "group_size", "desc_act", "checkpoint_format", "format"),
     *("pack_dtype", "sym", "modules_to_not_convert"),
@@ -72,24 +72,15 @@ class Gptq:
         options.refuse_others((*_KNOWN, *_WITHOUT_EFFECT))
         bits = options.one_of("bits", (4, 8))
         assert isinstance(bits, int)
-        size = options.integer("group_size")
-        if size != -1 and size < 1:
-            raise options.wrong("group_size", "-1 or above 0")
+        size = options.group_size("group_size")
         key = "checkpoint_format" if options.raw.get("checkpoint_format") else "format"
         stored = options.one_of(key, ("gptq", "gptq_v2"), default="gptq")
         options.one_of("pack_dtype", ("int32",), default="int32")
-        key = "modules_to_not_convert"
-        names = Exceptions(options.names(key), f"{options.path}: {options.name(key)}")
+        names = options.exceptions("modules_to_not_convert")
         return cls(bits, size, stored == "gptq", names)
 
     def matrices(self, file: TensorFile) -> dict[str, StoredMatrix]:
-        found = {}
-        for name in file.shapes():
-            if name.endswith(_SUFFIX):
-                module = name.removesuffix(_SUFFIX)
-                self.exceptions.check(module, file.file_of(name))
-                found[f"{module}.weight"] = self._matrix(file, module)
-        return found
+        return matrices_by_qweight(file, self.exceptions, self._matrix)
 
     def _matrix(self, file: TensorFile, module: str) -> StoredMatrix:
         weight, zeros, scales, g_idx = (

@@ -109,6 +109,17 @@ class Options(Fields):
                     raise self.wrong(key, f"regular expressions ({error})") from error
         return tuple(value)
 
+    def group_size(self, key: str) -> int:
+        """Of how many features; -1 is all. Raises ModelLoadError for what is neither."""
+        size = self.integer(key)
+        if size != -1 and size < 1:
+            raise self.wrong(key, "-1 or above 0")
+        return size
+
+    def exceptions(self, key: str) -> Exceptions:
+        """The modules that a list under key names; absent is none."""
+        return Exceptions(self.names(key), f"{self.path}: {self.name(key)}")
+
     def refuse_others(self, known: Collection[str]) -> None:
         """Raises ModelLoadError for an option that is set and not known."""
         for key, value in self.raw.items():
@@ -141,6 +152,23 @@ def is_named(module: str, name: str) -> bool:
     if name.startswith("re:"):
         return re.match(name[3:], module) is not None
     return f".{name}." in f".{module}."
+
+
+_QWEIGHT = ".qweight"
+
+
+def matrices_by_qweight(
+    file: TensorFile, exceptions: Exceptions, matrix: Callable[[TensorFile, str], StoredMatrix]
+) -> dict[str, StoredMatrix]:
+    """Of every module that has a qweight, by the name of its weight; matrix: of a module.
+    Raises ModelLoadError for one that is among the exceptions."""
+    found = {}
+    for name in file.shapes():
+        if name.endswith(_QWEIGHT):
+            module = name.removesuffix(_QWEIGHT)
+            exceptions.check(module, file.file_of(name))
+            found[f"{module}.weight"] = matrix(file, module)
+    return found
 
 
 def want_tensor(
