@@ -176,10 +176,15 @@ def _graph_sizes(config: EngineConfig, device: Device) -> tuple[int, ...]:
         return ()
     if config.cuda_graph_sizes is None:
         return graph_sizes(config.max_num_seqs)
+    named = number_list(config.cuda_graph_sizes)
     # Larger batches than that there are none.
-    return tuple(
-        size for size in number_list(config.cuda_graph_sizes) if size <= config.max_num_seqs
-    )
+    sizes = tuple(size for size in named if size <= config.max_num_seqs)
+    if not sizes:
+        raise ConfigError(
+            f"--cuda-graph-sizes {config.cuda_graph_sizes}: no batch has so many sequences, as "
+            f"--max-num-seqs is {config.max_num_seqs}; --cuda-graphs off captures none"
+        )
+    return sizes
 
 
 def _load_ops(config: EngineConfig, device: Device, dtype: torch.dtype) -> Ops:

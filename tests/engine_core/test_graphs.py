@@ -263,6 +263,14 @@ def test_the_ladder_can_be_named(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(device.graphs) == (1 + 2) + 2
 
 
+def test_a_ladder_above_every_batch_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = GraphDevice()
+    with pytest.raises(ConfigError, match=r"--cuda-graph-sizes 64,5: .* --max-num-seqs is 4; "):
+        build(path, monkeypatch, device, cuda_graph_sizes="64,5")
+    assert not device.graphs
+    build(path, monkeypatch, device, cuda_graph_sizes="64,5", cuda_graphs="off")
+
+
 def test_a_model_that_does_not_fit_is_told_with_figures(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
