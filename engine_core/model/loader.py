@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from engine_core.model.weights import Weights
 from pagewire.gguf_file import GgufFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -96,7 +97,25 @@ def load_model(
             reason,
             names[0],
         )
+    if weights.left_floats:
+        _tell_of_left_floats(opened, dtype, quantization, weights.left_floats)
     return model
+
+
+def _tell_of_left_floats(
+    opened: OpenedModel, dtype: torch.dtype, quantization: Quantization, names: Sequence[str]
+) -> None:
+    shapes = opened.checkpoint.shapes()
+    size = sum(math.prod(shapes[name]) for name in names) * dtype.itemsize
+    logger.info(
+        "%s: %.1f MiB of matrices are left %s with --quantization %s: %s%s",
+        opened.source.path,
+        size / 2**20,
+        str(dtype).removeprefix("torch."),
+        quantization,
+        ", ".join(names[:2]),
+        f" and {len(names) - 2} more" if len(names) > 2 else "",
+    )
 
 
 def _warn_of_floats(opened: OpenedModel, dtype: torch.dtype) -> None:

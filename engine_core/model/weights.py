@@ -67,6 +67,8 @@ class Weights:
         """Of the matrices kept quantized."""
         self.why_floats: dict[str, list[str]] = {}
         """Of the matrices that were to be quantized and are not: reason to names."""
+        self.left_floats: list[str] = []
+        """The matrices that were not to be quantized, though others are."""
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._stacked([name])
@@ -150,7 +152,10 @@ class Weights:
 
     def _packed(self, names: Sequence[str]) -> list[PackedTensor] | None:
         """None where any of them has to be floats."""
-        if self._quantization == "none" or self._are_left_floats(names):
+        if self._quantization == "none":
+            return None
+        if self._are_left_floats(names):
+            self.left_floats.extend(names)
             return None
         parts: list[PackedTensor] = []
         name = names[0]

@@ -267,13 +267,22 @@ def test_int4_ops_get_the_codes(tmp_path: Path) -> None:
     assert torch.allclose(loaded.logits(PROMPTS[0]), wanted, atol=1e-4)
 
 
-def test_int4_made_at_load(tmp_path: Path) -> None:
+def test_int4_made_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class WithInt4(type(REFERENCE)):  # type: ignore[misc]
         computes_int4 = True
 
     _, dense = write_awq(tmp_path)
-    loaded = load(dense, "int4", WithInt4())
+    with caplog.at_level(logging.INFO, logger="engine_core.model.loader"):
+        loaded = load(dense, "int4", WithInt4())
     assert loaded.model.quantized_formats == {"int4"}
+    assert (
+        caplog.records[-1]
+        .getMessage()
+        .endswith(
+            "0.6 MiB of matrices are left float32 with --quantization int4: "
+            "model.embed_tokens.weight, lm_head.weight"
+        )
+    )
     # 4 bits of random weights lose a tenth of each product.
     cosines = torch.cosine_similarity(
         loaded.logits(PROMPTS[0]), load(dense, "none").logits(PROMPTS[0]), dim=-1
