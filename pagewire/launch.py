@@ -34,7 +34,15 @@ from pagewire.config import (
 )
 from pagewire.errors import ConfigError
 from pagewire.obs.logging import setup_logging
-from pagewire.obs.ready import ADMIN, GRPC, HTTP, MODEL, read_ready_file, write_ready_file
+from pagewire.obs.ready import (
+    ADMIN,
+    CHAT_TEMPLATE,
+    GRPC,
+    HTTP,
+    MODEL,
+    read_ready_file,
+    write_ready_file,
+)
 from pagewire.settings import ENV_PREFIX, as_flags, flag_name
 
 if TYPE_CHECKING:
@@ -356,7 +364,7 @@ def _server_facts(rooms: list[_Room]) -> dict[str, Any]:
     for room in rooms:
         room_facts = room.facts() or {}
         facts["pids"][room.name] = room_facts.get("pid")
-        for key in (GRPC, HTTP, ADMIN) if room.name == _FRONTEND else (MODEL,):
+        for key in (GRPC, HTTP, ADMIN) if room.name == _FRONTEND else (MODEL, CHAT_TEMPLATE):
             if key in room_facts:
                 facts[key] = room_facts[key]
     return facts
@@ -365,12 +373,13 @@ def _server_facts(rooms: list[_Room]) -> dict[str, Any]:
 def _banner(facts: dict[str, Any]) -> str:
     address = facts[GRPC]
     option = "" if address == "127.0.0.1:50051" else f" --address {address}"
+    command = "chat" if facts[CHAT_TEMPLATE] else 'generate "Once upon a time"'
     return (
         f"\npagewire serves {facts[MODEL]}\n"
         f"  gRPC   {address}\n"
         f"  HTTP   http://{facts[HTTP]}\n"
         f"  admin  {facts[ADMIN]}\n"
-        f"Try it: pagewire chat{option}\n\n"
+        f"Try it: pagewire {command}{option}\n\n"
     )
 
 

@@ -69,6 +69,14 @@ class TokenizerServer:
         facts = await self._pool.connect()
         self._pool.on_change = self._workers_changed
         await self._set_health(True)
+        ready.write_ready_file(
+            self._config.ready_file,
+            {
+                ready.GRPC: self.address,
+                ready.MODEL: self._model_name,
+                ready.CHAT_TEMPLATE: facts.has_chat_template,
+            },
+        )
         log.info(
             "serving %s on %s with %d workers (vocabulary %d, chat template: %s)",
             self._model_name,
@@ -76,9 +84,6 @@ class TokenizerServer:
             self._pool.num_workers,
             facts.vocab_size,
             "yes" if facts.has_chat_template else "no",
-        )
-        ready.write_ready_file(
-            self._config.ready_file, {ready.GRPC: self.address, ready.MODEL: self._model_name}
         )
 
     async def drain(self, at_once: asyncio.Event) -> None:

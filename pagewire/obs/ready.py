@@ -19,6 +19,8 @@ COMMANDS = "commands"
 """ZeroMQ endpoint of the engine."""
 MODEL = "model"
 """The name that clients use."""
+CHAT_TEMPLATE = "chat_template"
+"""Whether the model has one, by tokenizer_svc."""
 
 
 def write_ready_file(path: str | None, facts: dict[str, object]) -> None:

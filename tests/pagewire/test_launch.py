@@ -24,6 +24,7 @@ from pagewire.obs.ready import read_ready_file
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ROOT = Path(__file__).parents[2]
 ROOMS = ("frontend", "tokenizer_svc", "engine_core")
 
 # Stands in for `python -m <room>`. What it does is chosen by FAKE_<ROOM>; what
@@ -54,6 +55,8 @@ if mode.startswith("exit"):
 if mode != "mute":
     path = next(a.split("=", 1)[1] for a in sys.argv if a.startswith("--ready-file="))
     facts = {"pid": os.getpid(), "model": "m", "grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}
+    if room == "tokenizer_svc":
+        facts["chat_template"] = mode != "bare"
     with open(path + ".new", "w") as file:
         json.dump({**facts, "admin": "127.0.0.1:3"}, file)
     os.rename(path + ".new", path)
@@ -66,6 +69,8 @@ class Launcher:
     """`pagewire serve` in its own process, and what its rooms report."""
 
     def __init__(self, directory: Path) -> None:
+        self.advice = ""
+        """The last line of what start_ready() read."""
         self._directory = directory
         self._events = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._events.bind(("127.0.0.1", 0))
@@ -85,7 +90,7 @@ class Launcher:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(self._directory / "rooms"),
+                "PYTHONPATH": f"{self._directory / 'rooms'}:{ROOT}",
                 "XDG_RUNTIME_DIR": str(self._directory / "run"),
                 "FAKE_EVENTS": str(self._events.getsockname()[1]),
                 **environment,
@@ -99,6 +104,7 @@ class Launcher:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("Try it"):
+                self.advice = line
                 return process
         raise AssertionError(process.communicate())
 
@@ -140,6 +146,14 @@ def launcher() -> Iterator[Launcher]:
         launcher = Launcher(Path(directory))
         yield launcher
         launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "command"), [("serve", "chat"), ("bare", 'generate "Once upon a time"')]
+)
+def test_what_is_advised_fits_the_model(launcher: Launcher, mode: str, command: str) -> None:
+    launcher.start_ready(FAKE_TOKENIZER_SVC=mode)
+    assert launcher.advice == f"Try it: pagewire {command} --address 127.0.0.1:1\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

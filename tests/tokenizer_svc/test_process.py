@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import socket
@@ -15,8 +16,10 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire.obs.ready import read_ready_file
 from pagewire.v1.detokenizer_pb2 import OpenSequence
 from pagewire.v1.tokenizer_pb2 import TokenizeRequest
+from tests.support.tiny_model import TinySpec, write_hf
 from tests.tokenizer_svc.service import Service, Stream, texts_of, tokenizer_stub
 from tokenizer_svc.servicer import _read
 
@@ -25,6 +28,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tokenizer_svc.loader import LoadedTokenizer
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_ready_file_tells_of_a_chat_template(tmp_path: Path, has_template: bool) -> None:
+    model = write_hf(tmp_path / "model", TinySpec())
+    if not has_template:
+        config = json.loads((model / "tokenizer_config.json").read_text())
+        del config["chat_template"]
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with Service("--model", str(model), "--ready-file", str(tmp_path / "ready.json")):
+        facts = read_ready_file(tmp_path / "ready.json")
+    assert facts is not None
+    assert facts["chat_template"] is has_template
 
 
 async def test_killed_workers_cost_no_text(embedded: LoadedTokenizer) -> None:
