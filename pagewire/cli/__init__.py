@@ -141,7 +141,9 @@ def _parser() -> argparse.ArgumentParser:
         "--system", metavar="TEXT", help="A system message before it; implies --chat."
     )
     generate.add_argument(
-        "--json", action="store_true", help="Print the whole response once it is there."
+        "--json",
+        action="store_true",
+        help="Print the whole response once it is there; --max-tokens bounds the wait.",
     )
     for flag, of in (("--logprobs", "an output token"), ("--prompt-logprobs", "a prompt token")):
         generate.add_argument(

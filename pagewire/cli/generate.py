@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
     with Client(connection_of(options), retry=None) as client:
         try:
             if options.json:
+                _warn_of_silence(options)
                 response = client.generate(_ask(options), options.timeout)
                 sys.stdout.write(json.dumps(response, ensure_ascii=False, indent=2) + "\n")
             else:
@@ -31,6 +32,15 @@ def run(options: argparse.Namespace) -> int:
         except CallFailed as failure:
             return report(failure, options.address)
     return EXIT_OK
+
+
+def _warn_of_silence(options: argparse.Namespace) -> None:
+    """To a person; a script waits for the end anyway."""
+    if options.max_tokens is None and sys.stderr.isatty():
+        sys.stderr.write(
+            "pagewire: --json shows nothing before the end; --max-tokens would bound the answer, "
+            "Ctrl-C cancels it\n"
+        )
 
 
 def _print(stream: TextStream) -> None:

@@ -123,6 +123,25 @@ def test_generate_json_is_the_whole_response(
     assert int(response["seed"]) == (1 << 63) + 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "tty", "says"),
+    [([], True, True), ([], False, False), (["--max-tokens=3"], True, False)],
+)
+def test_generate_json_says_why_it_is_silent(
+    server: Server,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    tty: bool,
+    says: bool,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: tty)
+    assert main(["generate", "hi", f"--address={server[1]}", "--json", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["outputs"][0]["text"] == "echo hi"
+    assert ("--max-tokens would bound the answer" in err) == says
+
+
 def test_generate_json_asks_for_logprobs(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--logprobs=0", "--prompt-logprobs=3"]
     assert main(["generate", "hi", f"--address={server[1]}", "--json", *flags]) == 0
