@@ -11,7 +11,16 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kernels.ops import Activation, Block, BlockBatch, KVCache, MoeBlock, Ops
+    from kernels.lora import LoraBatch, LoraSlots
+    from kernels.ops import (
+        Activation,
+        Block,
+        BlockBatch,
+        KVCache,
+        LinearWeight,
+        MoeBlock,
+        Ops,
+    )
 
 
 def run_blocks(
@@ -37,7 +46,7 @@ def run_blocks(
         if isinstance(block, AttentionBlock):
             branch = _attend(ops, block, x, batch, next(caches))
         elif isinstance(block, MlpBlock):
-            branch = _mlp(ops, block, x)
+            branch = _mlp(ops, block, x, batch.lora)
         else:
             branch = mix_experts(ops, block, x)
     if branch is not None:
@@ -67,7 +76,8 @@ def _attend(
 ) -> torch.Tensor:
     tokens, eps = x.shape[0], block.eps
     heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
-    qkv = ops.linear(x, block.qkv).view(tokens, -1, block.head_dim)
+    lora = batch.lora
+    qkv = _product(ops, x, block.qkv, block.qkv_lora, lora).view(tokens, -1, block.head_dim)
     q, k, v = qkv.split_with_sizes(heads, dim=1)
     q_norm, k_norm = block.q_norm, block.k_norm
     if q_norm is not None and k_norm is not None and q_norm.shape[0] != block.head_dim:
@@ -80,12 +90,27 @@ def _attend(
     ops.rope_and_cache(q, k, v, batch.positions, block.cos_sin, *slots, *norms, *scales)
     limits = (block.window, block.soft_cap)
     attended = ops.attention(q, cache.k, cache.v, batch.attention, block.scale, *limits, *scales)
-    return _post_norm(ops, block, ops.linear(attended.view(tokens, -1), block.out))
+    branch = _product(ops, attended.view(tokens, -1), block.out, block.out_lora, lora)
+    return _post_norm(ops, block, branch)
 
 
-def _mlp(ops: Ops, block: MlpBlock, x: torch.Tensor) -> torch.Tensor:
-    inner = activation_mul(ops, ops.linear(x, block.gate_up), block.activation)
-    return _post_norm(ops, block, ops.linear(inner, block.down))
+def _mlp(ops: Ops, block: MlpBlock, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+    gate_up = _product(ops, x, block.gate_up, block.gate_up_lora, lora)
+    inner = activation_mul(ops, gate_up, block.activation)
+    return _post_norm(ops, block, _product(ops, inner, block.down, block.down_lora, lora))
+
+
+def _product(
+    ops: Ops,
+    x: torch.Tensor,
+    weight: LinearWeight,
+    slots: LoraSlots | None,
+    lora: LoraBatch | None,
+) -> torch.Tensor:
+    y = ops.linear(x, weight)
+    if lora is not None and slots is not None:
+        ops.add_lora(y, x, slots, lora)
+    return y
 
 
 def mix_experts(ops: Ops, block: MoeBlock, x: torch.Tensor) -> torch.Tensor:

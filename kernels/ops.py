@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kernels.fp8 import Fp8Tensor
     from kernels.int4 import Int4Tensor
+    from kernels.lora import LoraBatch, LoraSlots
     from kernels.quantized import QuantizedTensor
 
 
@@ -157,6 +158,9 @@ class AttentionBlock:
     k_norm: torch.Tensor | None = None
     """The same of the keys, [D] or [Hk D]; there if and only if q_norm is."""
     post_norm: torch.Tensor | None = None  # [H]
+    qkv_lora: LoraSlots | None = None
+    """Of adapters; None where there are none."""
+    out_lora: LoraSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,8 @@ class MlpBlock:
     down: LinearWeight  # [H, I]
     activation: Activation = "silu"
     post_norm: torch.Tensor | None = None  # [H]
+    gate_up_lora: LoraSlots | None = None
+    down_lora: LoraSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,8 @@ class BlockBatch:
     positions: torch.Tensor  # [T] int64
     slot_mapping: torch.Tensor  # [T] int64
     attention: AttentionBatch
+    lora: LoraBatch | None = None
+    """The tokens that have an adapter; None where nobody has one."""
 
 
 class BlockStack:
@@ -372,6 +380,29 @@ class Ops(Protocol):
         """x [T, H], expert_ids [T, K] int64 (no id twice in a row), expert_scales [T, K]
         float32 -> [T, H]: the sum over k of expert_scales[t, k] times what expert
         expert_ids[t, k] makes of x[t], down(activation_mul(gate_up(x)))."""
+        ...
+
+    def lora_slots(
+        self,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        rows: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LoraSlots:
+        """Room for num_slots adapters of ranks up to max_rank, of a product [sum of rows,
+        in_features] that is fused of matrices of so many rows. All slots are empty."""
+        ...
+
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, slots: LoraSlots, batch: LoraBatch
+    ) -> None:
+        """y[t] += B A x[t] in place with the matrices of t's slot, for each of batch.tokens.
+
+        x [T, in] is what a product was given, y [T, out] dense is what it gave. An empty
+        slot, and a matrix without an adapter, adds nothing.
+        """
         ...
 
     def prepare_blocks(self, blocks: Sequence[Block]) -> BlockStack:

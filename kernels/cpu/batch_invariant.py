@@ -9,20 +9,22 @@ batched, cached or decoded, it sums the same numbers in the same order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.blocks import run_blocks
 from kernels.cpu import library
 from kernels.cpu.library import Library
 from kernels.cpu.ops import CpuOps
-from kernels.ops import AttentionBatch, BlockBatch
+from kernels.ops import AttentionBatch, AttentionBlock
 from kernels.registry import UnsupportedOps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.ops import BlockStack, KVCache, Ops
+    from kernels.ops import BlockBatch, BlockStack, KVCache, Ops
 
 
 def load_batch_invariant_cpu_ops() -> Ops:
@@ -44,8 +46,12 @@ class BatchInvariantCpuOps(CpuOps):
         kv_caches: Sequence[KVCache],
     ) -> None:
         attention = one_token_sequences(batch.attention)
-        alone = BlockBatch(batch.positions, batch.slot_mapping, attention)
-        super().run_blocks(stack, residual, alone, kv_caches)
+        alone = replace(batch, attention=attention)
+        if residual.dtype != torch.float32 and _has_slots(stack):
+            # Composed blocks round in more places, and so they do whoever has an adapter.
+            run_blocks(self, stack, residual, alone, kv_caches)
+        else:
+            super().run_blocks(stack, residual, alone, kv_caches)
 
     def attention(
         self,
@@ -62,6 +68,11 @@ class BatchInvariantCpuOps(CpuOps):
         alone = one_token_sequences(batch)
         options = (window, soft_cap, k_scale, v_scale)
         return super().attention(q, k_cache, v_cache, alone, scale, *options)
+
+
+def _has_slots(stack: BlockStack) -> bool:
+    first = stack.blocks[0]
+    return isinstance(first, AttentionBlock) and first.qkv_lora is not None
 
 
 def one_token_sequences(batch: AttentionBatch) -> AttentionBatch:

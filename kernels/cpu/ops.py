@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import shapes
+from kernels.blocks import run_blocks
 from kernels.cpu import library, linear, quantized
 from kernels.cpu.blocks import CpuBlocks
 from kernels.cpu.experts import CpuExperts
@@ -27,6 +28,7 @@ from kernels.cpu.library import (
     table_sizes,
 )
 from kernels.cpu.linear import CpuLinear
+from kernels.cpu.lora import PackedSlots
 from kernels.cpu.memory import WeightMemory
 from kernels.cpu.quantized import CpuQuantizedLinear
 from kernels.fp8 import DequantizedFp8Linears
@@ -39,6 +41,7 @@ from kernels.registry import UnsupportedOps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kernels.lora import LoraBatch, LoraSlots
     from kernels.ops import (
         Activation,
         AttentionBatch,
@@ -196,6 +199,23 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         )
         return out
 
+    def lora_slots(
+        self,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        rows: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PackedSlots:
+        return PackedSlots(self.prepare_linear, num_slots, rows)
+
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, slots: LoraSlots, batch: LoraBatch
+    ) -> None:
+        assert isinstance(slots, PackedSlots), type(slots)
+        slots.add(self.linear, y, x, batch)
+
     def prepare_blocks(self, blocks: Sequence[Block]) -> BlockStack:
         return CpuBlocks(blocks)
 
@@ -206,12 +226,16 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         batch: BlockBatch,
         kv_caches: Sequence[KVCache],
     ) -> None:
-        """One call of C++ for each run of blocks without experts, whose blocks are composed.
+        """One call of C++ for each run of blocks without experts, whose blocks are composed;
+        so are all where a token has an adapter.
 
         Raises IndexError, before such a run writes anything, on a position, slot, block id
         or sequence bound out of range.
         """
         assert isinstance(stack, CpuBlocks), type(stack)
+        if batch.lora is not None:
+            run_blocks(self, stack, residual, batch, kv_caches)
+            return
         stack.run(self, self._lib, residual, batch, kv_caches)
 
     def embedding(self, input_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from kernels.cuda.rope_and_cache import rope_and_cache
 from kernels.cuda.sample import sample
 from kernels.cuda.tiles import AttentionVariant
 from kernels.cuda.token_logprobs import token_logprobs
+from kernels.lora import StackedLora
 from kernels.quantized import DequantizedLinears
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class CudaLinear:
 CudaWeight = CudaLinear | CudaInt4Linear | CudaFp8Linear
 
 
-class CudaOps(ComposedBlocks, DequantizedLinears):
+class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
     """num_sms: multiprocessors to fill when few sequences decode. multiplies_fp8: whether
     products with fp8 weights quantize what they multiply. Both are the current device's by
     default.

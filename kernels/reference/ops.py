@@ -9,6 +9,7 @@ import torch
 from kernels.blocks import ComposedBlocks
 from kernels.fp8 import DequantizedFp8Linears
 from kernels.int4 import DequantizedInt4Linears
+from kernels.lora import StackedLora, StackedSlots, add_stacked_lora
 from kernels.quantized import DequantizedLinears
 from kernels.reference import attention as attention_op
 from kernels.reference import embedding as embedding_op
@@ -22,6 +23,7 @@ from kernels.reference import silu_mul as silu_mul_op
 from kernels.reference.logit_ops import TorchLogitOps
 
 if TYPE_CHECKING:
+    from kernels.lora import LoraBatch, LoraSlots
     from kernels.ops import (
         Activation,
         AttentionBatch,
@@ -37,6 +39,7 @@ class ReferenceOps(
     DequantizedLinears,
     DequantizedInt4Linears,
     DequantizedFp8Linears,
+    StackedLora,
     TorchLogitOps,
 ):
     """Ops by the book. compute is the dtype inside each op; parity tests pass float64."""
@@ -133,6 +136,12 @@ class ReferenceOps(
     ) -> torch.Tensor:
         assert isinstance(weights, experts_op.ReferenceExperts), type(weights)
         return experts_op.experts(x, weights, expert_ids, expert_scales, activation)
+
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, slots: LoraSlots, batch: LoraBatch
+    ) -> None:
+        assert isinstance(slots, StackedSlots), type(slots)
+        add_stacked_lora(y, x, slots, batch, self._compute)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return sample_op.sample(logits, batch)
