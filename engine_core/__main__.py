@@ -193,6 +193,7 @@ def _make_core(
         token_bytes=cache(lambda: vocabulary().text_bytes()),
         find_unsupported=built.find_unsupported,
         async_scheduling=built.async_scheduling,
+        adapters=built.adapters,
     )
 
 
@@ -213,6 +214,8 @@ def _ready(built: BuiltEngine, epoch: int) -> Ready:
         max_num_batched_tokens=built.max_num_batched_tokens,
         pid=os.getpid(),
         default_sampling=built.default_sampling,
+        adapters=built.adapters.infos(),
+        max_loras=built.adapters.num_slots,
     )
 
 

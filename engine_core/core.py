@@ -12,6 +12,7 @@ import msgspec
 from engine_core.grammar.gate import GrammarGate, compile_nothing
 from engine_core.grammar.grammar import BadConstraint
 from engine_core.kv.offload import NO_TIER
+from engine_core.lora.adapters import Adapters
 from engine_core.request import Request, Status
 from engine_core.sched.deadline import DeadlineWatch, SpeedEstimate
 from engine_core.sched.followers import Followers, has_same_prompt
@@ -91,12 +92,14 @@ class EngineCore:
         token_bytes: Callable[[], Sequence[bytes]] = no_token_bytes,
         find_unsupported: FindUnsupported = all_is_supported,
         async_scheduling: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """epoch: random 64 bit, one per engine process life. clock: seconds, monotonic.
         grammars: where structured output is compiled; by default all of it is refused.
         token_bytes: for beam searches with stop strings, asked once there is one.
         find_unsupported: what the runner cannot do, which is refused.
-        async_scheduling: for a runner whose launch() returns while the device works."""
+        async_scheduling: for a runner whose launch() returns while the device works.
+        adapters: those that requests may name; by default none."""
         self.epoch = epoch
         self.step_id = 0
         """Steps finished; stands still while one runs."""
@@ -111,6 +114,7 @@ class EngineCore:
         self._followers = Followers()
         self._token_bytes = token_bytes
         self._find_unsupported = find_unsupported
+        self._adapters = adapters if adapters is not None else Adapters()
         self._grammars = grammars if grammars is not None else GrammarGate(compile_nothing)
         self._outboxes: dict[int, _Outbox] = {}
         self._async_scheduling = async_scheduling
@@ -150,6 +154,7 @@ class EngineCore:
                 kv_manager=self._scheduler.kv_manager,
                 token_bytes=self._token_bytes,
                 find_unsupported=self._find_unsupported,
+                adapters=self._adapters,
             )
             self._queue(request, add.leader_id)
         except Refused as refusal:
@@ -157,6 +162,8 @@ class EngineCore:
             return
         self._requests.setdefault(frontend_id, {})[request.request_id] = request
         self._deadlines.watch(request, received_at)
+        if request.adapter is not None:
+            self._adapters.enter(request.adapter)
 
     def _queue(self, request: Request, leader_id: int | None) -> None:
         """Queues a request, now or once its leader has computed the prompt. Raises Refused."""
@@ -318,6 +325,12 @@ class EngineCore:
         num_there = len(running) + len(self._scheduler.waiting)
         num_there += len(self._followers) + len(self._grammars)
         assert num_here == num_there, (num_here, num_there)
+        self._adapters.check_integrity(
+            request.adapter
+            for requests in self._requests.values()
+            for request in requests.values()
+            if request.adapter is not None
+        )
 
     def _expire_deadlines(self, now: float) -> None:
         """Ends what nobody waits for any more, in the queue or running, and what
@@ -361,6 +374,8 @@ class EngineCore:
         if not mine:
             del self._requests[request.frontend_id]
         self._deadlines.forget(request)
+        if request.adapter is not None:
+            self._adapters.leave(request.adapter)
         reason = request.finish_reason
         assert reason is not None, request
         beams: tuple[Beam, ...] = ()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,8 @@ from engine_core.device.memory import (
     resolve_max_model_len,
 )
 from engine_core.device.select import select_device
+from engine_core.lora.adapters import Adapters
+from engine_core.lora.start import load_adapters, lora_shape
 from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
 from engine_core.runner.batch import BatchBuilder
@@ -78,6 +80,7 @@ class BuiltEngine:
     """Measured at warm-up where there is a second tier."""
     find_unsupported: FindUnsupported = all_is_supported
     """What of the sampling parameters the runner cannot do."""
+    adapters: Adapters = field(default_factory=Adapters)
 
 
 def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngine:
@@ -94,6 +97,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
     quantization = resolve_quantization(config, opened, ops)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     sizes = _graph_sizes(config, device)
+    lora = lora_shape(config, opened)
     planner = _KVPlanner(config, opened, device, dtype, max_model_len)
     kv_plan = planner.plan_before_load()
     num_host_blocks = planner.plan_host_blocks()
@@ -105,6 +109,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         kv_plan.max_model_len if kv_plan else max_model_len,
         lambda done, total: progress("weights", done, total),
         quantization,
+        lora,
     )
     if kv_plan is None:
         kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens, sizes)
@@ -121,6 +126,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         host_kv=host_kv,
         graph_sizes=sizes,
     )
+    adapters = load_adapters(config, model, opened.source.name, dtype)
     progress("warm-up", 0, 1)
     runner.warm_up()
     kv_costs = runner.measure_kv_costs() if host_kv is not None else None
@@ -162,6 +168,7 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         default_sampling=opened.config.default_sampling,
         num_host_blocks=num_host_blocks,
         kv_costs=kv_costs,
+        adapters=adapters,
     )
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from engine_core.grammar.grammar import Grammar
     from engine_core.kv.block_table import BlockTable
+    from engine_core.lora.adapters import Adapter
     from engine_core.sched.beam_group import BeamGroup
     from engine_core.sched.logprobs import PromptLogprobs
     from pagewire.types import SamplingParams
@@ -62,6 +63,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "admission_index",
         "arrival_index",
         "arrived_at",
@@ -107,6 +109,7 @@ class Request:
         tenant: str = "",
         arrived_at: float = 0.0,
         deadline_at: float | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """table: the empty block table over the ids known so far: the prompt,
         then output already emitted if this continues a request.
@@ -123,6 +126,8 @@ class Request:
         self.sample_index = sample_index
         self.priority = priority
         self.tenant = tenant
+        self.adapter = adapter
+        """None: the base model computes it."""
         self.max_num_tokens = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
         """Prompt and output at which it ends with LENGTH."""
         self.stop_ids = frozenset(sampling.stop_token_ids)
@@ -176,6 +181,10 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
+    def adapter_slot(self) -> int | None:
+        return None if self.adapter is None else self.adapter.slot
+
+    @property
     def num_reserved_rows(self) -> int:
         """Rows that its admission takes, for itself and for the beams to come."""
         if self.group is None:
@@ -215,6 +224,7 @@ class Request:
             priority=self.priority,
             tenant=self.tenant,
             arrived_at=self.arrived_at,
+            adapter=self.adapter,
         )
         branch.group = self.group
         branch.arrival_index = self.arrival_index

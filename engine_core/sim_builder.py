@@ -110,6 +110,7 @@ def _refuse_unsimulated(config: EngineConfig) -> None:
         "--kv-offload-memory": config.kv_offload_memory is not None,
         "--kernels": config.kernels != "auto",
         "--batch-invariant": config.batch_invariant,
+        "--enable-lora": config.enable_lora,
     }
     for flag, is_set in wrong.items():
         if is_set:

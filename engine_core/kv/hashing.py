@@ -24,12 +24,15 @@ _ROOT = b"pagewire kv root"
 _BLOCK = b"pagewire kv blck"
 
 
-def root_hash(cache_salt: str) -> bytes:
-    """The parent of a sequence's first block. An empty salt is no salt."""
+def root_hash(cache_salt: str, adapter: bytes = b"") -> bytes:
+    """The parent of a sequence's first block. An empty salt is no salt; adapter: the digest
+    of the one that computes the KV, empty for the base model."""
     root = blake2b(digest_size=DIGEST_BYTES, person=_ROOT)
     if cache_salt:
         value = cache_salt.encode("utf-8", "surrogatepass")
         root.update(b"cache_salt" + len(value).to_bytes(8, "little") + value)
+    if adapter:
+        root.update(b"adapter" + len(adapter).to_bytes(8, "little") + adapter)
     return root.digest()
 
 
@@ -51,18 +54,20 @@ class BlockHashes:
 
     __slots__ = ("_block_size", "_hashes", "_parent", "_token_ids", "root")
 
-    def __init__(self, token_ids: array[int], block_size: int, cache_salt: str) -> None:
+    def __init__(
+        self, token_ids: array[int], block_size: int, cache_salt: str, adapter: bytes = b""
+    ) -> None:
         """token_ids: array of type code "i", only ever appended to."""
         self._token_ids = token_ids
         self._block_size = block_size
         self._hashes: list[bytes] = []
-        self.root = root_hash(cache_salt)
+        self.root = root_hash(cache_salt, adapter)
         self._parent = self.root
 
     def adopt(self, other: BlockHashes, num_blocks: int) -> None:
         """Takes over what another sequence knows of their first num_blocks blocks, whose
         ids are the same, unless this one has been asked before and knows its own."""
-        assert self.root == other.root, "sequences of different salts"
+        assert self.root == other.root, "sequences of different salts or adapters"
         if not self._hashes and other._hashes and num_blocks:
             self._hashes = other._hashes[:num_blocks]
             self._parent = self._hashes[-1]

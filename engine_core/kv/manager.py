@@ -127,14 +127,17 @@ class KVManager:
         token_ids: array[int],
         cache_salt: str = "",
         *,
+        adapter: bytes = b"",
         reads_cache: bool = True,
         writes_cache: bool = True,
     ) -> BlockTable:
-        """An empty table for a sequence whose ids (type code "i") will grow."""
+        """An empty table for a sequence whose ids (type code "i") will grow. adapter: the
+        digest of the one that computes its KV, empty for the base model."""
         return BlockTable(
             token_ids,
             self.block_size,
             cache_salt,
+            adapter=adapter,
             reads_cache=reads_cache and self.enable_prefix_caching,
             writes_cache=writes_cache and self.enable_prefix_caching,
         )

@@ -13,15 +13,19 @@ import torch
 from engine_core.model.config import LayerConfig
 from engine_core.model.layers import layer_shapes, read_layer
 from engine_core.model.layout import GgufDialect, Layout
+from engine_core.model.lora import SlotMaker
 from engine_core.model.rope import cos_sin_table
 from engine_core.model.rope_fields import read_rope
 from kernels.ops import BlockBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.model.config import ModelConfig, RopeConfig
     from engine_core.model.embedding import Embedding
     from engine_core.model.fields import Fields
     from engine_core.model.inputs import KVCaches, ModelInput
+    from engine_core.model.lora import AdaptedProduct, LoraShape
     from engine_core.model.weights import Weights
     from kernels.ops import LinearWeight, Ops
 
@@ -53,8 +57,16 @@ class DecoderModel:
         ops: Ops,
         device: torch.device,
         max_model_len: int,
+        lora: LoraShape | None = None,
     ) -> None:
+        """lora: what adapters get room for; None gives them none."""
         self.config = config
+        self.device = device
+        slots = (
+            None
+            if lora is None
+            else SlotMaker(lora, self.layout, config, ops, weights.dtype, device)
+        )
         self._ops = ops
         tables: dict[RopeConfig | None, torch.Tensor | None] = {None: None}
         for rope in dict.fromkeys(layer.rope for layer in config.layers):
@@ -70,11 +82,13 @@ class DecoderModel:
             self._head = weights.linear("lm_head")
         self._blocks = ops.prepare_blocks(
             [
-                block
+                block if slots is None else slots.adapt(block, index)
                 for index, layer in enumerate(config.layers)
                 for block in read_layer(self.layout, weights, config, index, tables[layer.rope])
             ]
         )
+        self.adapted: Sequence[AdaptedProduct] = () if slots is None else slots.made
+        """The products that have slots for adapters, and these."""
         self._norm = weights.norm("model.norm.weight", config.norm_offset)
         self._embedding_scale = config.embedding_scale
         if self.rounds_embedding_scale:
@@ -122,7 +136,7 @@ class DecoderModel:
         residual = self._embedding.rows(inputs.input_ids)
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
-        batch = BlockBatch(inputs.positions, inputs.slot_mapping, inputs.attention)
+        batch = BlockBatch(inputs.positions, inputs.slot_mapping, inputs.attention, inputs.lora)
         self._ops.run_blocks(self._blocks, residual, batch, kv_caches)
         return residual
 

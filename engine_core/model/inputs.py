@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kernels.lora import LoraBatch
     from kernels.ops import AttentionBatch, KVCache
 
     KVCaches = Sequence[KVCache]
@@ -26,3 +27,5 @@ class ModelInput:
     attention: AttentionBatch
     sampling_tokens: torch.Tensor | None
     """[S] int64, the tokens whose logits are wanted; None means all T."""
+    lora: LoraBatch | None = None
+    """The tokens that have an adapter; None where nobody has one."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
+    from engine_core.model.lora import LoraShape
     from engine_core.model.quantization import Quantization
     from kernels.ops import Ops
     from pagewire.model_source import ModelSource
@@ -82,11 +83,13 @@ def load_model(
     max_model_len: int,
     progress: Callable[[int, int], None],
     quantization: Quantization = "none",
+    lora: LoraShape | None = None,
 ) -> DecoderModel:
-    """Reads the weights; progress(done, total) counts bytes of the checkpoint."""
+    """Reads the weights; progress(done, total) counts bytes of the checkpoint. lora: room for
+    adapters, all of it empty."""
     weights = Weights(opened.checkpoint, ops, device, dtype, progress, quantization)
     architecture = find_architecture(opened.config.architecture, str(opened.source.path))
-    model = architecture(opened.config, weights, ops, device, max_model_len)
+    model = architecture(opened.config, weights, ops, device, max_model_len, lora)
     if quantization == "none":
         _warn_of_floats(opened, dtype)
     for reason, names in weights.why_floats.items():

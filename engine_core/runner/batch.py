@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from engine_core.model.inputs import ModelInput
+from engine_core.runner.per_row import upload
 from engine_core.runner.rows import UNRESOLVED
+from kernels.lora import LoraBatch
 from kernels.ops import AttentionBatch, SamplingBatch
 
 if TYPE_CHECKING:
@@ -149,6 +151,7 @@ class BatchBuilder:
                 sampling_tokens=(
                     None if all_sample else staging.long("sampling_tokens", ends[samples] - 1)
                 ),
+                lora=self._lora(rows, new) if self._rows.adapted else None,
             )
         sampling_rows = rows[samples]
         sampling_rows_there = staging.long("sampling_rows", sampling_rows)
@@ -206,6 +209,10 @@ class BatchBuilder:
         return LateInputs(
             staging.long("late_tokens", late), staging.long("late_rows", row_of[late])
         )
+
+    def _lora(self, rows: np.ndarray, new: np.ndarray) -> LoraBatch | None:
+        slots = np.repeat(self._rows.adapter_slot[rows], new)
+        return LoraBatch.of(slots, lambda values: upload(values, self._device.torch_device))
 
     def _fill_attention(
         self,

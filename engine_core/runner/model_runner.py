@@ -100,7 +100,9 @@ class ModelRunner:
         # Decodes come first, so that the last one tells of all.
         last = plan.seqs[-1]
         decodes = last.samples and last.num_new_tokens == 1
-        graph_size = self._graphs.size_for(len(plan.seqs)) if decodes else 0
+        graph_size = 0
+        if decodes and not self._has_adapters(plan):
+            graph_size = self._graphs.size_for(len(plan.seqs))
         batch = self._builder.build(plan, graph_size)
         if batch.late is not None:
             assert self._last_ids is not None
@@ -134,6 +136,11 @@ class ModelRunner:
             self._unread = [step for step in self._unread if not step.is_read]
             self._unread.append(pending)
         return pending
+
+    def _has_adapters(self, plan: StepPlan) -> bool:
+        """Graphs are of the base model."""
+        adapted = self._rows.adapted
+        return bool(adapted) and any(seq.row in adapted for seq in plan.seqs)
 
     def _move_tiers(self, moves: BlockMoves) -> MoveTimes:
         if not moves.offload and not moves.restore:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_core.sched.plan import NO_TOKEN
+from kernels.lora import NO_SLOT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,9 @@ class Rows:
         self.prompt_logprobs_from = np.zeros(max_num_seqs, np.int64)
         self.asking: set[int] = set()
         """Held rows that want logprobs of either kind."""
+        self.adapter_slot = np.full(max_num_seqs, NO_SLOT, np.int32)
+        self.adapted: set[int] = set()
+        """Held rows that have an adapter."""
         # Counts the sequences a row has held, so that an id fetched late does not land in
         # the next one.
         self.tenancy = np.zeros(max_num_seqs, np.int64)
@@ -74,6 +78,8 @@ class Rows:
         self.num_blocks[row] = 0
         self.tenancy[row] += 1
         self.asking.discard(row)
+        self.adapted.discard(row)
+        self.adapter_slot[row] = NO_SLOT
 
     def _add(self, new: NewSeq) -> None:
         row, params = new.row, new.sampling
@@ -88,6 +94,9 @@ class Rows:
         self.min_p[row] = params.min_p
         self.seed[row] = params.seed
         self.sample_index[row] = new.sample_index
+        if new.adapter_slot is not None:
+            self.adapter_slot[row] = new.adapter_slot
+            self.adapted.add(row)
         if new.block_ids:
             self._append_blocks(row, new.block_ids)
         self._ask_logprobs(new)

@@ -116,6 +116,7 @@ def make_group(
     new_table = partial(
         kv_manager.new_table,
         cache_salt=cache_salt,
+        adapter=b"" if leader.adapter is None else leader.adapter.digest,
         reads_cache=table.reads_cache,
         writes_cache=table.writes_cache,
     )

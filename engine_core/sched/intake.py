@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_core.kv.manager import KVManager
+    from engine_core.lora.adapters import Adapter, Adapters
     from engine_core.sched.limits import SchedulerLimits
     from pagewire.wire.messages import Add
 
@@ -63,6 +64,7 @@ def read_add(
     kv_manager: KVManager,
     token_bytes: Callable[[], Sequence[bytes]] = no_token_bytes,
     find_unsupported: FindUnsupported = all_is_supported,
+    adapters: Adapters | None = None,
 ) -> Request:
     """Validates wholly before anything is taken. Raises Refused.
 
@@ -80,6 +82,7 @@ def read_add(
     fault = find_beam_fault(add.sampling, limits)
     if fault is not None:
         raise Refused(fault, _BEAM_FIELD)
+    adapter = _find_adapter(add, adapters)
     _check_tenant(add.tenant)
     if add.sample_index not in _INT31:
         raise Refused(f"sample_index is {add.sample_index}, must be from 0 to {_INT31[-1]}")
@@ -97,6 +100,7 @@ def read_add(
         table=kv_manager.new_table(
             token_ids,
             add.cache_salt,
+            adapter=b"" if adapter is None else adapter.digest,
             # A hit has no logits.
             reads_cache=not (add.skip_prefix_cache or wants_prompt),
             writes_cache=not add.skip_prefix_cache,
@@ -110,12 +114,24 @@ def read_add(
         tenant=add.tenant,
         arrived_at=received_at,
         deadline_at=_deadline_at(add.deadline_ms, received_at),
+        adapter=adapter,
     )
     if wants_prompt:
         request.prompt_logprobs = PromptLogprobs()
     if add.sampling.beam is not None:
         _make_group(request, add, limits, kv_manager, token_bytes)
     return request
+
+
+def _find_adapter(add: Add, adapters: Adapters | None) -> Adapter | None:
+    if not add.adapter:
+        return None
+    adapter = None if adapters is None else adapters.find(add.adapter)
+    if adapter is None:
+        raise Refused(f"model {add.adapter!r} does not exist", "model")
+    if add.adapter_digest and add.adapter_digest != adapter.digest:
+        raise Refused(f"model {add.adapter!r} is another one than it was", "model")
+    return adapter
 
 
 def _make_group(

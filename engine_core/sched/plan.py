@@ -40,6 +40,8 @@ class NewSeq:
     """Tells the draws of sequences with the same prompt and seed apart."""
     block_ids: tuple[int, ...] = ()
     """What its block table begins with, where it is a fork."""
+    adapter_slot: int | None = None
+    """Of the adapter that computes it; None: the base model."""
 
 
 class SeqStep(msgspec.Struct, frozen=True, gc=False):

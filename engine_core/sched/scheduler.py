@@ -222,6 +222,7 @@ class Scheduler:
             beam.num_prompt_tokens,
             beam.sampling,
             block_ids=fork.block_ids,
+            adapter_slot=beam.adapter_slot,
         )
 
     def _grow_decodes(self, draft: Draft) -> None:
@@ -379,6 +380,7 @@ class Scheduler:
                 None if wanted is None else len(wanted.positions),
                 request.grammar,
                 request.sample_index,
+                adapter_slot=request.adapter_slot,
             )
         )
 

@@ -56,6 +56,10 @@ class Add(Message, frozen=True):
     leader_id: int | None = None
     """An earlier Add with the same prompt, whose blocks this one waits for and shares. One
     that is not (or no longer) there is as good as none."""
+    adapter: str = ""
+    """The name of the one that computes it; empty: the base model."""
+    adapter_digest: bytes = b""
+    """The content that goes with the name, where another would be wrong."""
 
 
 class Abort(Message, frozen=True):
@@ -78,6 +82,17 @@ class ResetPrefixCache(Message, frozen=True):
 
 
 # Outputs, from the engine.
+
+
+class AdapterInfo(Message, frozen=True):
+    """A low-rank adapter that requests may name."""
+
+    name: str
+    path: str
+    """Its folder, as the engine was given it."""
+    rank: int
+    digest: bytes
+    """Of its content."""
 
 
 class Ready(Message, frozen=True):
@@ -103,6 +118,10 @@ class Ready(Message, frozen=True):
     default_sampling: dict[str, float]
     """temperature, top_p, top_k, min_p and repetition_penalty from
     generation_config.json, those that are there."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """Those that are loaded."""
+    max_loras: int = 0
+    """How many can be loaded at the same time; 0: adapters are off."""
 
 
 class Started(Message, frozen=True):

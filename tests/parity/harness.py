@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine_core.core import EngineCore
@@ -18,6 +19,7 @@ from engine_core.runner.kv_caches import allocate_kv_caches
 from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
 from engine_core.sched.scheduler import Scheduler, SchedulerLimits
+from kernels.lora import NO_SLOT, LoraBatch
 from kernels.ops import AttentionBatch
 from kernels.registry import load_ops
 from pagewire.model_source import resolve_model
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_core.grammar.gate import GrammarGate
+    from engine_core.lora.adapters import Adapters
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
+    from engine_core.model.lora import LoraShape
     from kernels.ops import Ops
 
 FRONTEND_ID = 7
@@ -54,6 +58,7 @@ class Engine:
         num_host_blocks: int = 0,
         async_scheduling: bool = False,
         graph_sizes: Sequence[int] = (),
+        adapters: Adapters | None = None,
     ) -> None:
         kv_caches = allocate_kv_caches(
             loaded.model, loaded.device, num_blocks, block_size, loaded.dtype
@@ -94,6 +99,7 @@ class Engine:
             epoch=EPOCH,
             grammars=grammars,
             async_scheduling=async_scheduling,
+            adapters=adapters,
         )
         self._next_id = 1
 
@@ -102,13 +108,16 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         sampling: SamplingParams | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> list[list[int]]:
-        """All prompts at once, greedily unless sampling says otherwise, past any EOS."""
+        """All prompts at once, greedily unless sampling says otherwise, past any EOS; adapters:
+        the name of one for each."""
         sampling = sampling or SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
         outputs: dict[int, list[int]] = {}
-        for prompt in prompts:
+        names = adapters or [""] * len(prompts)
+        for prompt, name in zip(prompts, names, strict=True):
             outputs[self._next_id] = []
-            add = Add(self._next_id, EPOCH, pack_ids(prompt), 0, sampling)
+            add = Add(self._next_id, EPOCH, pack_ids(prompt), 0, sampling, adapter=name)
             self.core.add(FRONTEND_ID, add, received_at=0.0)
             self._next_id += 1
         for _ in range(_STEP_LIMIT):
@@ -137,8 +146,8 @@ class Loaded:
     max_model_len: int
     dtype: torch.dtype = torch.float32
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V] of one sequence computed in one step."""
+    def logits(self, token_ids: Sequence[int], slot: int = NO_SLOT) -> torch.Tensor:
+        """[T, V] of one sequence computed in one step; slot: of an adapter."""
         num = len(token_ids)
         kv_caches = allocate_kv_caches(self.model, self.device, num // 16 + 2, 16, torch.float32)
         starts = torch.tensor([0, num], dtype=torch.int32)
@@ -146,7 +155,8 @@ class Loaded:
         table = torch.arange(1, num // 16 + 2, dtype=torch.int32).view(1, -1)
         positions = torch.arange(num)
         batch = AttentionBatch(starts, lens, table, int(num == 1), num, num, starts, lens)
-        inputs = ModelInput(torch.tensor(token_ids), positions, positions + 16, batch, None)
+        lora = LoraBatch.of(np.full(num, slot), torch.from_numpy)
+        inputs = ModelInput(torch.tensor(token_ids), positions, positions + 16, batch, None, lora)
         with torch.inference_mode():
             logits = self.model.forward(inputs, kv_caches)
         assert logits is not None
@@ -160,13 +170,20 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,
+    lora: LoraShape | None = None,
 ) -> Loaded:
     """On one thread: the tests share two cores with others."""
     device = CpuDevice("1GiB", 1)
     ops = load_ops(backend, batch_invariant=batch_invariant)
     opened = open_model(resolve_model(path))
     model = load_model(
-        opened, ops, device.torch_device, dtype, max_model_len, lambda done, total: None
+        opened,
+        ops,
+        device.torch_device,
+        dtype,
+        max_model_len,
+        lambda done, total: None,
+        lora=lora,
     )
     return Loaded(model, opened.config, ops, device, max_model_len, dtype)
 

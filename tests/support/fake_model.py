@@ -9,6 +9,7 @@ prefix cache changes the text, and `alone()` says what it should have been.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from engine_core.core import EngineCore
 from engine_core.kv.manager import KVManager
 from engine_core.kv.offload import KVOffload
 from engine_core.kv.restore_policy import MeasuredCosts, RestorePolicy
+from engine_core.lora.adapters import AdapterFacts, Adapters
 from engine_core.sched.plan import (
     BlockMoves,
     NewSeq,
@@ -27,6 +29,7 @@ from engine_core.sched.plan import (
     StepResult,
 )
 from engine_core.sched.scheduler import Scheduler, SchedulerLimits
+from pagewire.errors import ModelLoadError
 from pagewire.types import FinishReason, SamplingParams
 from pagewire.wire.codec import (
     pack_ids,
@@ -45,6 +48,7 @@ from pagewire.wire.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from engine_core.sched.policy import Policy
 
@@ -85,11 +89,13 @@ def alone(
     max_new: int,
     stop_ids: Sequence[int] = (EOS,),
     sample_index: int = 0,
+    start: int = 0,
 ) -> list[int]:
-    """What a request yields that nothing shares, chunks, preempts or caches."""
+    """What a request yields that nothing shares, chunks, preempts or caches. start: of its
+    adapter (FakeRunner.adapters)."""
     values: list[int] = []
     for token_id in token_ids:
-        values.append(token_kv(values[-1] if values else 0, token_id))
+        values.append(token_kv(values[-1] if values else start, token_id))
     output: list[int] = []
     while len(output) < max_new:
         read = np.array(values, dtype=np.int64)
@@ -109,6 +115,8 @@ class _Row:
     table: list[int] = field(default_factory=list)
     num_candidates: int = 0
     """Of a beam."""
+    start: int = 0
+    """The "KV" before the first token."""
 
 
 class DonePending:
@@ -135,6 +143,8 @@ class FakeRunner:
         self.on_launch: Callable[[StepPlan], None] = lambda plan: None
         self.on_read: Callable[[StepPlan], None] = lambda plan: None
         self.rows: dict[int, _Row] = {}
+        self.adapters: dict[int, int] = {}
+        """What each slot makes of the "KV" before the first token."""
         self._limits = limits
         self._block_size = block_size
         self._vocab_size = min(limits.vocab_size, VOCAB_SIZE)
@@ -209,6 +219,8 @@ class FakeRunner:
         row = _Row(list(seq.token_ids), seq.sample_index, table=list(seq.block_ids))
         if seq.sampling.beam is not None:
             row.num_candidates = seq.sampling.logprobs or 0
+        if seq.adapter_slot is not None:
+            row.start = self.adapters[seq.adapter_slot]
         self.rows[seq.row] = row
 
     def _write(self, step: SeqStep) -> None:
@@ -230,7 +242,7 @@ class FakeRunner:
         assert 0 not in row.table, "the null block was handed out"
         for number, other in self.rows.items():
             assert number == step.row or written.isdisjoint(other.table)
-        previous = self._read(row, row.computed)[-1] if row.computed else 0
+        previous = self._read(row, row.computed)[-1] if row.computed else row.start
         for position in range(row.computed, end):
             previous = token_kv(int(previous), row.token_ids[position])
             block, offset = divmod(position, self._block_size)
@@ -261,6 +273,28 @@ class FakeRunner:
         token_id = next_token(self._read(row, row.computed), self._vocab_size, row.sample_index)
         row.token_ids.append(token_id)
         return token_id
+
+
+class FakeSlots:
+    """An AdapterBackend: an adapter's content is its path."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+
+    def fill(self, slot: int, directory: Path) -> AdapterFacts:
+        assert slot not in self._runner.adapters
+        if directory.name == "bad":
+            raise ModelLoadError(f"{directory}: bad")
+        self._runner.adapters[slot] = adapter_start(str(directory))
+        return AdapterFacts(4, str(directory).encode())
+
+    def clear(self, slot: int) -> None:
+        del self._runner.adapters[slot]
+
+
+def adapter_start(path: str) -> int:
+    """alone()'s start for the adapter of a path."""
+    return zlib.crc32(path.encode()) + 1
 
 
 class FakeQueue:
@@ -333,6 +367,7 @@ class FakeEngine:
         num_host_blocks: int = 0,
         costs: MeasuredCosts | None = None,
         async_scheduling: bool = False,
+        num_adapters: int = 0,
     ) -> None:
         """step_s: how long a step of so many tokens takes. Default: no time, with a
         second between steps. num_host_blocks: of the second tier; 0 is none."""
@@ -352,6 +387,9 @@ class FakeEngine:
         self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching, self.offload)
         self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
         self.runner = FakeRunner(num_blocks, block_size, self.limits, num_host_blocks)
+        self.adapters = (
+            Adapters(FakeSlots(self.runner), num_adapters) if num_adapters else Adapters()
+        )
         self.core = EngineCore(
             self.scheduler,
             self.runner,
@@ -359,6 +397,7 @@ class FakeEngine:
             clock=self.clock,
             token_bytes=token_bytes,
             async_scheduling=async_scheduling,
+            adapters=self.adapters,
         )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.unknown_aborts: list[tuple[int, int]] = []
@@ -391,6 +430,8 @@ class FakeEngine:
         sample_index: int = 0,
         leader_id: int | None = None,
         sampling: SamplingParams | None = None,
+        adapter: str = "",
+        adapter_digest: bytes = b"",
     ) -> None:
         sampling = sampling or SamplingParams(
             max_tokens=max_tokens,
@@ -411,6 +452,8 @@ class FakeEngine:
             skip_prefix_cache=skip_prefix_cache,
             sample_index=sample_index,
             leader_id=leader_id,
+            adapter=adapter,
+            adapter_digest=adapter_digest,
         )
         self.core.add(frontend_id, add, self.clock.now)
 
