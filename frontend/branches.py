@@ -115,6 +115,8 @@ def add_message(state: RequestState, engine_id: int, epoch: int, now: float) -> 
         skip_prefix_cache=job.skip_prefix_cache,
         sample_index=state.index,
         leader_id=branches_of(state)[0].engine_id if state.index else None,
+        adapter="" if job.adapter is None else job.adapter.name,
+        adapter_digest=b"" if job.adapter is None else job.adapter.digest,
     )
 
 

@@ -460,4 +460,5 @@ class Dispatcher:
             chat_template_has_tools=info.chat_template_has_tools,
             tool_call_format=info.tool_call_format,
             tool_call_special_tokens=info.tool_call_special_tokens,
+            adapters=self.engine_side.adapters(),
         )

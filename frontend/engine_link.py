@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from frontend.request import RequestState
     from pagewire.config import FrontendConfig
-    from pagewire.wire.messages import Ready, StepOutput, StepStats
+    from pagewire.wire.messages import AdapterInfo, Ready, StepOutput, StepStats
 
 AVOIDED_S = 5.0
 """How long an engine that gave requests back is not asked again, if there is another:
@@ -62,6 +62,8 @@ class EngineLink:
         self._clock = clock
         self.last: Ready | None = None
         """What it last said of itself, also while it is gone."""
+        self.adapters: dict[str, AdapterInfo] = {}
+        """By name: those that it has, or had last."""
         self.stats: StepStats | None = None
         """Its last, None while it is gone."""
         self.live: dict[int, RequestState] = {}
@@ -128,6 +130,11 @@ class EngineLink:
         # The last token of all is drawn but never computed: it needs no KV.
         return min(self.ready.max_model_len, self.ready.num_blocks * self.ready.block_size + 1)
 
+    def has(self, adapter: AdapterInfo) -> bool:
+        """Another of the name has other weights."""
+        known = self.adapters.get(adapter.name)
+        return known is not None and known.digest == adapter.digest
+
     def sent(self) -> None:
         self._num_sent += 1
 
@@ -157,6 +164,7 @@ class EngineLink:
         if self.last is None or self.last.epoch != ready.epoch:
             self.draining = False
         self._avoided_until = 0.0
+        self.adapters = {adapter.name: adapter for adapter in ready.adapters}
         self._events.engine_ready(self, ready)
         self.last = ready
 

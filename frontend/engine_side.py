@@ -25,7 +25,7 @@ from frontend.engine_client import RETRY_AFTER_S
 from frontend.engine_pool import EnginePool
 from frontend.metrics import total_stats
 from frontend.placement import Placement
-from frontend.replay import Replay, guilty_error, misfit, mismatch, too_long
+from frontend.replay import Replay, guilty_error, misfit, mismatch, unplaced
 from frontend.step_reader import StepReader
 from pagewire.errors import Unavailable
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from frontend.request import RequestState
     from pagewire.config import FrontendConfig
     from pagewire.errors import PagewireError
-    from pagewire.wire.messages import Ready, StepOutput, StepStats
+    from pagewire.wire.messages import AdapterInfo, Ready, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,14 @@ class EngineSide:
         """Engine id -> when its Abort was sent, until the engine answers."""
         return {i: at for link in self.pool.links for i, at in link.aborted.items()}
 
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """By name: those of all engines, and of such as are waited for."""
+        found: dict[str, AdapterInfo] = {}
+        for link in reversed(self.pool.links):
+            if not link.shut_out:
+                found |= link.adapters
+        return found
+
     def served(self) -> Ready:
         """What a request can count on: an engine, or the one whose successor is waited
         for. Raises Unavailable."""
@@ -168,7 +176,11 @@ class EngineSide:
                 return link
         warm = () if state.job.skip_prefix_cache else state.prompt_ids
         candidates = [link.candidate() for link in links]
-        return links[self._placement.choose(candidates, warm, state.job.cache_salt)]
+        adapter = state.job.adapter
+        salt = (
+            state.job.cache_salt if adapter is None else f"{state.job.cache_salt}\0{adapter.name}"
+        )
+        return links[self._placement.choose(candidates, warm, salt)]
 
     def _give(self, state: RequestState, link: EngineLink) -> None:
         """Sends the request as it stands, under a new id if it is not its first life.
@@ -303,7 +315,7 @@ class EngineSide:
                 return
             link = self._choose(state, usable)
             if link is None:
-                self._owner.fail(state, too_long(state, max(other.room() for other in usable)))
+                self._owner.fail(state, unplaced(state, usable))
                 continue
             try:
                 self._give(state, link)
@@ -403,9 +415,12 @@ class EngineSide:
 
 
 def fits(state: RequestState, link: EngineLink) -> bool:
-    """Whether a usable engine has room for the whole sequence."""
+    """Whether a usable engine has the adapter, if one is asked for, and room for the whole
+    sequence."""
     assert state.sampling is not None
-    num_prompt = len(state.prompt_ids)
+    num_prompt, adapter = len(state.prompt_ids), state.job.adapter
+    if adapter is not None and not link.has(adapter):
+        return False
     if num_prompt + max(1, state.sampling.max_tokens) > link.room():
         return False
     return link.ready is None or find_room_fault(state.sampling, num_prompt, link.ready) is None

@@ -22,18 +22,21 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: Context
     ) -> model_pb2.ListModelsResponse:
-        return answers.list_models_response([self._model()])
+        limits = self._dispatcher.limits()
+        return answers.list_models_response(
+            [self._model(it) for it in (limits.model, *limits.adapters)]
+        )
 
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
         if not request.name:
             raise InvalidRequest("name", "name is empty")
-        model = self._model()
         check_model(request.name, self._dispatcher.limits(), field="name")
-        return answers.get_model_response(model)
+        return answers.get_model_response(self._model(request.name))
 
-    def _model(self) -> model_pb2.Model:
+    def _model(self, name: str) -> model_pb2.Model:
         limits = self._dispatcher.limits()
         ready = self._dispatcher.engine_side.served()
-        return answers.model(ready, has_chat_template=limits.has_chat_template)
+        adapter = limits.adapters.get(name)
+        return answers.model(ready, adapter, has_chat_template=limits.has_chat_template)

@@ -27,6 +27,9 @@ from typing import TYPE_CHECKING
 from pagewire.errors import InternalError, PagewireError, Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from frontend.engine_link import EngineLink
     from frontend.request import RequestState
     from pagewire.wire.messages import Ready
 
@@ -171,15 +174,22 @@ def misfit(old: Ready, new: Ready) -> PagewireError | None:
     )
 
 
-def too_long(state: RequestState, room: int) -> PagewireError:
-    """For a request that no engine has room for; `room` is the most there is, in tokens."""
+def unplaced(state: RequestState, links: Sequence[EngineLink]) -> PagewireError:
+    """For a request that none of these engines can take; there is at least one."""
     assert state.sampling is not None
+    adapter = state.job.adapter
+    if adapter is not None and not any(link.has(adapter) for link in links):
+        return Unavailable(
+            "engine_dead",
+            f"the request was lost: no engine has the adapter {adapter.name!r} any more",
+        )
     if state.sampling.beam is not None:
         return Unavailable(
             "engine_dead",
             f"the request was lost: the engine that came back has no room for its "
             f"{state.sampling.beam.width} beams",
         )
+    room = max(link.room() for link in links)
     num_tokens = len(state.prompt_ids) + max(1, state.sampling.max_tokens)
     return Unavailable(
         "engine_dead",

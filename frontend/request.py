@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pagewire.errors import PagewireError
     from pagewire.tools import Tool, ToolCall
     from pagewire.types import ConstraintKind, EarlyStopping, SamplingParams
+    from pagewire.wire.messages import AdapterInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,8 @@ class Job:
     """Sequences to return."""
     best_of: int = 1
     """Sequences to draw."""
+    adapter: AdapterInfo | None = None
+    """What `model` names, where it is not the base model."""
 
 
 @dataclass(slots=True, eq=False)

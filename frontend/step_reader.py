@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from frontend.beam import take_beams
 from frontend.engine_client import RETRY_AFTER_S
-from pagewire.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
+from pagewire.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+)
 from pagewire.types import FinishReason
 from pagewire.wire.codec import unpack_counts, unpack_ids, unpack_request_ids
 
@@ -170,6 +176,8 @@ class StepReader:
 
 
 def _error_of(state: RequestState, finished: Finished, now: float) -> PagewireError:
+    if finished.reason == FinishReason.ERROR and finished.field == "model":
+        return _adapter_gone(state)
     if finished.reason == FinishReason.ERROR and finished.field:
         field = state.job.tools.field_at_fault(finished.field)
         return InvalidRequest(field, finished.error)
@@ -180,6 +188,15 @@ def _error_of(state: RequestState, finished: Finished, now: float) -> PagewireEr
     if finished.deadline_missed:
         return DeadlineExceeded("the deadline could not be met any more")
     return Unavailable("engine_dead", "the engine ended the request", retry_after=RETRY_AFTER_S)
+
+
+def _adapter_gone(state: RequestState) -> PagewireError:
+    """It was unloaded, or another one loaded under its name, after the request was checked."""
+    if state.num_adds == 1:
+        return NotFound("model", state.job.model, field="model")
+    return Unavailable(
+        "engine_dead", f"the request was lost: the adapter {state.job.model!r} is gone"
+    )
 
 
 def _is_due(state: RequestState, now: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from frontend.request import SamplingCall
     from pagewire.tools import ToolCallFormat
+    from pagewire.wire.messages import AdapterInfo
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -56,11 +57,13 @@ class Limits:
     chat_template_has_tools: bool = False
     tool_call_format: ToolCallFormat = "none"
     tool_call_special_tokens: tuple[str, ...] = ()
+    adapters: Mapping[str, AdapterInfo] = field(default_factory=dict)
+    """By name; each is a model of its own to clients."""
 
 
 def check_model(model: str | None, limits: Limits, *, field: str = "model") -> None:
-    """Raises NotFound unless `model` is the served one or absent."""
-    if model is not None and model != limits.model:
+    """Raises NotFound unless `model` is the served one, an adapter of it, or absent."""
+    if model is not None and model != limits.model and model not in limits.adapters:
         raise NotFound("model", model[:256], field=field)
 
 
@@ -102,7 +105,8 @@ def validate(
         limits = replace(limits, default_sampling={})
     return Job(
         request_id=call.request_id if call.request_id is not None else default_request_id,
-        model=limits.model,
+        model=limits.model if call.model is None else call.model,
+        adapter=None if call.model is None else limits.adapters.get(call.model),
         prompt=call.prompt,
         sampling=msgspec.structs.replace(_sampling_params(sampling, limits), beam=beam),
         max_tokens=sampling.max_tokens,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from frontend.stream import Delta, Finish, Queued, SequenceEnd
     from pagewire.tools import ToolCall
     from pagewire.types import Timings, Usage
-    from pagewire.wire.messages import PositionLogprobs, Ready
+    from pagewire.wire.messages import AdapterInfo, PositionLogprobs, Ready
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -111,8 +111,11 @@ def cancel_response() -> inference_pb2.CancelResponse:
     return inference_pb2.CancelResponse()
 
 
-def model(ready: Ready, *, has_chat_template: bool) -> model_pb2.Model:
-    return model_pb2.Model(
+def model(
+    ready: Ready, adapter: AdapterInfo | None = None, *, has_chat_template: bool
+) -> model_pb2.Model:
+    """The model itself, or an adapter of it."""
+    found = model_pb2.Model(
         name=ready.model_name,
         architecture=ready.architecture,
         max_model_len=ready.max_model_len,
@@ -126,6 +129,9 @@ def model(ready: Ready, *, has_chat_template: bool) -> model_pb2.Model:
         max_num_batched_tokens=ready.max_num_batched_tokens,
         has_chat_template=has_chat_template,
     )
+    if adapter is not None:
+        found.name, found.parent = adapter.name, ready.model_name
+    return found
 
 
 def list_models_response(models: list[model_pb2.Model]) -> model_pb2.ListModelsResponse:

@@ -67,8 +67,9 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: inference_pb2.ModelMetadataRequest, context: Context
     ) -> inference_pb2.ModelMetadataResponse:
         limits = self._dispatcher.limits()
-        check_model(convert.model_name(request), limits, field="name")
-        return convert.model_metadata(limits.model)
+        name = convert.model_name(request)
+        check_model(name, limits, field="name")
+        return convert.model_metadata(name)
 
     async def ModelInfer(
         self, request: inference_pb2.ModelInferRequest, context: Context

@@ -140,7 +140,7 @@ class Model(msgspec.Struct):
     object: Literal["model"] = "model"
     owned_by: str = "pagewire"
     root: str | None = None
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct):

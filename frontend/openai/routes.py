@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from frontend.health import HealthBoard
     from frontend.metrics import Metrics
     from frontend.openai.exchange import Exchange
+    from frontend.validate import Limits
 
     Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -79,7 +80,7 @@ class _Handlers:
         body = exchange.read(CompletionBody)
         exchange.name_field = field_namer(body, chat=False)
         calls = completion_calls(body)
-        model = self._dispatcher.limits().model
+        model = body.model or self._dispatcher.limits().model
         request_id = body.request_id or exchange.request_id
         answer = CompletionAnswer(body, model, request_id, self._texts)
         await generate(exchange, self._dispatcher, calls, answer)
@@ -88,18 +89,21 @@ class _Handlers:
         body = exchange.read(ChatBody)
         exchange.name_field = field_namer(body, chat=True)
         call = chat_call(body)
-        model = self._dispatcher.limits().model
+        model = body.model or self._dispatcher.limits().model
         last = chat_message(body.messages[-1]) if body.messages else None
         request_id = body.request_id or exchange.request_id
         answer = ChatAnswer(body, last, model, request_id, self._texts)
         await generate(exchange, self._dispatcher, [call], answer)
 
     async def list_models(self, exchange: Exchange) -> None:
-        await exchange.answer(ModelList([self._model()]))
+        limits = self._dispatcher.limits()
+        names = (limits.model, *limits.adapters)
+        await exchange.answer(ModelList([self._model(name, limits) for name in names]))
 
     async def get_model(self, exchange: Exchange) -> None:
-        check_model(exchange.params["model"], self._dispatcher.limits())
-        await exchange.answer(self._model())
+        name, limits = exchange.params["model"], self._dispatcher.limits()
+        check_model(name, limits)
+        await exchange.answer(self._model(name, limits))
 
     async def tokenize(self, exchange: Exchange) -> None:
         body = exchange.read(TokenizeBody)
@@ -136,6 +140,7 @@ class _Handlers:
     async def tell_version(self, exchange: Exchange) -> None:
         await exchange.answer(Version(self._version))
 
-    def _model(self) -> Model:
-        limits = self._dispatcher.limits()
-        return Model(limits.model, self._created, limits.max_model_len, root=limits.model)
+    def _model(self, name: str, limits: Limits) -> Model:
+        parent = limits.model if name in limits.adapters else None
+        root = limits.model
+        return Model(name, self._created, limits.max_model_len, root=root, parent=parent)

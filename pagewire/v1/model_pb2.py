@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/model.proto\x12\x0bpagewire.v1\"\x85\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x05\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\x05\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.pagewire.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.pagewire.v1.Model2\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.pagewire.v1.ListModelsRequest\x1a\x1f.pagewire.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.pagewire.v1.GetModelRequest\x1a\x1d.pagewire.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/model.proto\x12\x0bpagewire.v1\"\xa5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x05\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\x05\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\x13\n\x06parent\x18\r \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.pagewire.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.pagewire.v1.Model2\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.pagewire.v1.ListModelsRequest\x1a\x1f.pagewire.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.pagewire.v1.GetModelRequest\x1a\x1d.pagewire.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.model_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODEL']._serialized_start=41
-  _globals['_MODEL']._serialized_end=302
-  _globals['_LISTMODELSREQUEST']._serialized_start=304
-  _globals['_LISTMODELSREQUEST']._serialized_end=323
-  _globals['_LISTMODELSRESPONSE']._serialized_start=325
-  _globals['_LISTMODELSRESPONSE']._serialized_end=381
-  _globals['_GETMODELREQUEST']._serialized_start=383
-  _globals['_GETMODELREQUEST']._serialized_end=414
-  _globals['_GETMODELRESPONSE']._serialized_start=416
-  _globals['_GETMODELRESPONSE']._serialized_end=469
-  _globals['_MODELSERVICE']._serialized_start=472
-  _globals['_MODELSERVICE']._serialized_end=638
+  _globals['_MODEL']._serialized_end=334
+  _globals['_LISTMODELSREQUEST']._serialized_start=336
+  _globals['_LISTMODELSREQUEST']._serialized_end=355
+  _globals['_LISTMODELSRESPONSE']._serialized_start=357
+  _globals['_LISTMODELSRESPONSE']._serialized_end=413
+  _globals['_GETMODELREQUEST']._serialized_start=415
+  _globals['_GETMODELREQUEST']._serialized_end=446
+  _globals['_GETMODELRESPONSE']._serialized_start=448
+  _globals['_GETMODELRESPONSE']._serialized_end=501
+  _globals['_MODELSERVICE']._serialized_start=504
+  _globals['_MODELSERVICE']._serialized_end=670
 # @@protoc_insertion_point(module_scope)
