@@ -88,7 +88,7 @@ class AdapterCheckpoint:
     def _sort_tensors(self, known: Container[str]) -> str:
         """By module; returns what the names of this file have for `model`."""
         root = "model"
-        for name in self._tensors:
+        for name in sorted(self._tensors):
             match = _NAME.fullmatch(name)
             module = "" if match is None else f"model.{match['rest']}"
             if match is None or module not in known:

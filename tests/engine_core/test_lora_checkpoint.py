@@ -152,7 +152,7 @@ def test_the_decoder_of_a_model_with_images(tmp_path: Path, root: str) -> None:
             {"exclude_modules": ["q_proj"]},
             "q_proj.lora_A.weight is of a module that adapter_config",
         ),
-        ({"layers_to_transform": 0}, "layers.1.self_attn.q_proj.lora_A.weight is of a module that"),
+        ({"layers_to_transform": 0}, "layers.1.mlp.down_proj.lora_A.weight is of a module that"),
         (
             {"rank_pattern": {"down_proj": 2}},
             "down_proj.lora_A.weight has shape [4, 20], expected [2",
