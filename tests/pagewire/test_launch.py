@@ -79,6 +79,7 @@ class Launcher:
         self._processes: list[subprocess.Popen[str]] = []
         for room in ROOMS:
             (directory / "rooms" / room).mkdir(parents=True)
+            (directory / "rooms" / room / "__init__.py").touch()
             (directory / "rooms" / room / "__main__.py").write_text(FAKE_ROOM)
         (directory / "run").mkdir()
 
