@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_core.model.part import Part
     from engine_core.model.quantized.codes import IntegerCodes
     from kernels.fp8 import Fp8Tensor
     from kernels.quantized import QuantizedTensor
@@ -32,8 +33,9 @@ class Checkpoint(Protocol):
         """The tensor's size in the file."""
         ...
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Converts the tensor into out, contiguous, of its shape, any float type, any device."""
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None) -> None:
+        """Converts the tensor, or a part of it, into out, contiguous, of its shape, any float
+        type, any device."""
         ...
 
     def quantized_format(self, name: str) -> str:

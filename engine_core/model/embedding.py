@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from kernels.ops import LinearWeight, Ops
+
+
+class Embedding(Protocol):
+    def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [T] int64 -> [T, H]."""
+        ...
+
+
+class TiedEmbedding(Embedding, Protocol):
+    @property
+    def table(self) -> LinearWeight:
+        """[V, H], the output head."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,3 @@ class PackedEmbedding:
     def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] int64 -> [T, H]."""
         return self.ops.packed_embedding(input_ids, self.table, self.dtype)
-
-
-Embedding = FloatEmbedding | PackedEmbedding

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine_core.model.gguf_tensors import (
     check_tensor,
+    read_part_into,
     read_quantized_tensor,
     read_tensor_into,
     type_name,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_core.model.part import Part
     from pagewire.gguf_file import GgufFile, GgufTensor
 
 _TOP = {
@@ -66,8 +68,12 @@ class GgufCheckpoint:
     def num_bytes(self, name: str) -> int:
         return self._num_bytes[name]
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        read_tensor_into(self._file, self._tensors[name], out, self._interleaved(name))
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None) -> None:
+        tensor, interleaved = self._tensors[name], self._interleaved(name)
+        if part is None:
+            read_tensor_into(self._file, tensor, out, interleaved)
+        else:
+            read_part_into(self._file, tensor, part, out, interleaved)
 
     def quantized_format(self, name: str) -> str:
         return type_name(self._tensors[name].type_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from kernels.quantized import QuantizedTensor
 from pagewire.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    from engine_core.model.part import Part
     from pagewire.gguf_file import GgufFile, GgufTensor
 
 # Elements dequantized at once: 4 MiB of float32, so that the temporaries stay in cache.
@@ -93,6 +95,37 @@ def read_tensor_into(
             rows = rows.view(-1, half, 2, flat.shape[1]).transpose(1, 2)
             target = target.view(-1, 2, half, flat.shape[1])
         target.copy_(rows)
+
+
+def read_part_into(
+    file: GgufFile,
+    tensor: GgufTensor,
+    part: Part,
+    out: torch.Tensor,
+    interleaved_head_dim: int | None = None,
+) -> None:
+    """As read_tensor_into, of a part whose rows, where interleaved, are whole heads."""
+    row_bytes = check_tensor(file, tensor) // tensor.shape[0]
+    width = math.prod(tensor.shape[1:])
+    # Columns are taken once all of a row is there, for a bounded number of rows.
+    most = max(1, _CHUNK_ELEMENTS // width) if part.columns is not None else part.num_rows
+    start = 0
+    for rows in part.rows:
+        for first in range(rows.start, rows.stop, most):
+            count = min(most, rows.stop - first)
+            piece = replace(
+                tensor,
+                shape=(count, *tensor.shape[1:]),
+                offset=tensor.offset + first * row_bytes,
+            )
+            target = out[start : start + count]
+            if part.columns is None:
+                read_tensor_into(file, piece, target, interleaved_head_dim)
+            else:
+                whole = torch.empty(piece.shape, dtype=torch.float32)
+                read_tensor_into(file, piece, whole, interleaved_head_dim)
+                target.copy_(whole[:, part.columns.start : part.columns.stop])
+            start += count
 
 
 def read_quantized_tensor(

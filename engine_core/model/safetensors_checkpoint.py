@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_core.model.part import Part
     from kernels.quantized import QuantizedTensor
 
 _WHOLE = "model.safetensors"
@@ -103,13 +104,25 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = self._open[self._files[name]].get_tensor(self._stored[name])
         return tensor.to(device)
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None) -> None:
         if self._dtypes[name] not in _FLOAT_BYTES:
             raise ModelLoadError(
                 f"{self.file_of(name)}: tensor {name} has dtype {self._dtypes[name]}, but no "
                 "codes are expected there"
             )
-        out.copy_(self._open[self._files[name]].get_tensor(self._stored[name]))
+        file = self._open[self._files[name]]
+        if part is None:
+            out.copy_(file.get_tensor(self._stored[name]))
+            return
+        stored, start = file.get_slice(self._stored[name]), 0
+        for rows in part.rows:
+            target = out[start : start + len(rows)]
+            if part.columns is None:
+                target.copy_(stored[rows.start : rows.stop])
+            else:
+                columns = slice(part.columns.start, part.columns.stop)
+                target.copy_(stored[rows.start : rows.stop, columns])
+            start += len(rows)
 
     def quantized_format(self, name: str) -> str:
         return self._dtypes[name]

@@ -14,6 +14,8 @@ from engine_core.model.packed_forms import (
     pack,
     prepare_packed_linear,
 )
+from engine_core.model.part import Part
+from engine_core.model.part_codes import take_part
 from engine_core.model.quantized.checkpoint import QuantizedCheckpoint
 from engine_core.model.quantized.codes import NoPackedForm
 from kernels.fp8 import quantize_fp8
@@ -21,10 +23,10 @@ from kernels.int4 import quantize_int4
 from kernels.quantized import FORMATS, QuantizedTensor, quantize_q8_0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine_core.model.checkpoint import Checkpoint
-    from engine_core.model.embedding import Embedding
+    from engine_core.model.embedding import Embedding, TiedEmbedding
     from engine_core.model.quantization import Quantization
     from kernels.ops import ExpertWeights, LinearWeight, Ops
 
@@ -41,6 +43,7 @@ _ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
 class Weights:
     """Reads each tensor once, straight to where it stays: no second copy of the model.
 
+    parts: of the tensors that are not read whole, by name.
     progress(done, total) is called after each tensor, in bytes of the checkpoint.
     quantization is what matrices become where they can: see why_floats for the others.
     """
@@ -53,9 +56,13 @@ class Weights:
         dtype: torch.dtype,
         progress: Callable[[int, int], None],
         quantization: Quantization = "none",
+        parts: Mapping[str, Part] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._shapes = checkpoint.shapes()
+        self._parts = parts or {}
+        whole = checkpoint.shapes()
+        self._shapes = dict(whole)
+        self._shapes |= {n: p.shape(whole[n]) for n, p in self._parts.items() if n in whole}
         self._ops = ops
         self._device = device
         self.dtype = dtype
@@ -78,7 +85,7 @@ class Weights:
         if offset == 0:
             return self.tensor(name)
         folded = torch.empty(self._shapes[name], dtype=torch.float32, device=self._device)
-        self._checkpoint.read_into(name, folded)
+        self._checkpoint.read_into(name, folded, self._parts.get(name))
         self._count(name)
         return folded.add_(offset).to(self.dtype)
 
@@ -119,7 +126,7 @@ class Weights:
         packed = self._packed_embedding(name)
         return FloatEmbedding(self._ops, self.tensor(name)) if packed is None else packed
 
-    def tied_embedding(self, name: str) -> PackedEmbedding:
+    def tied_embedding(self, name: str) -> TiedEmbedding:
         """The token table of a model whose output head it is too.
 
         Fine-tuned files may hold a head all the same; it does not count, as in
@@ -128,7 +135,7 @@ class Weights:
         if "lm_head.weight" in self._shapes:
             stored = self.tensor("lm_head.weight")
             used = torch.empty_like(stored)
-            self._checkpoint.read_into(name, used)
+            self._checkpoint.read_into(name, used, self._parts.get(name))
             if not torch.equal(stored, used):
                 logger.warning(
                     "%s: lm_head.weight differs from the embedding, but tie_word_embeddings is "
@@ -197,16 +204,30 @@ class Weights:
             if not is_packable:
                 raise NoPackedForm(f"stored as {stored}")
             return
-        in_features = self._shapes[name][1]
+        in_features = self._checkpoint.shapes()[name][1]
         if self._quantization != "fp8" and in_features % _BLOCK:
             raise NoPackedForm(f"{in_features} input features are no multiple of {_BLOCK}")
 
     def _pack(self, name: str) -> PackedTensor:
         """Raises NoPackedForm."""
+        part = self._parts.get(name)
         if self._quantization == "packed":
-            return pack(self._checkpoint.read_quantized(name, self._device), self._ops)
-        floats = torch.empty(self._shapes[name], device=self._device)
-        self._checkpoint.read_into(name, floats)
+            codes = self._checkpoint.read_quantized(name, self._device)
+            return pack(codes if part is None else take_part(codes, part, name), self._ops)
+        if part is None or part.columns is None:
+            return self._quantize(self._floats(name, part))
+        # Scales go along rows: they are those of the whole row.
+        quantized = self._quantize(self._floats(name, Part(part.rows)))
+        return take_part(quantized, Part((range(part.num_rows),), part.columns), name)
+
+    def _floats(self, name: str, part: Part | None) -> torch.Tensor:
+        whole = self._checkpoint.shapes()[name]
+        shape = whole if part is None else part.shape(whole)
+        floats = torch.empty(shape, device=self._device)
+        self._checkpoint.read_into(name, floats, part)
+        return floats
+
+    def _quantize(self, floats: torch.Tensor) -> PackedTensor:
         if self._quantization == "int8":
             return quantize_q8_0(floats)
         if self._quantization == "fp8":
@@ -225,7 +246,7 @@ class Weights:
         return out
 
     def _read(self, name: str, out: torch.Tensor) -> None:
-        self._checkpoint.read_into(name, out)
+        self._checkpoint.read_into(name, out, self._parts.get(name))
         self._count(name)
 
     def _count(self, name: str) -> None:

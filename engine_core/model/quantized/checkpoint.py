@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine_core.model.part_codes import take_part
 from engine_core.model.quantized.codes import IntegerCodes
 from pagewire.errors import ModelLoadError
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_core.model.part import Part
     from engine_core.model.quantized.scheme import Codes, Scheme, TensorFile
 
 
@@ -44,12 +46,14 @@ class QuantizedCheckpoint:
         matrix = self._matrices.get(name)
         return sum(map(self._file.num_bytes, matrix.parts if matrix else (name,)))
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None) -> None:
         matrix = self._matrices.get(name)
         if matrix is None:
-            self._file.read_into(name, out)
+            self._file.read_into(name, out, part)
             return
         codes = matrix.read(out.device)
+        if part is not None:
+            codes = take_part(codes, part, name)
         if isinstance(codes, IntegerCodes):
             codes.dequantize_into(out)
         else:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
+    from engine_core.model.part import Part
+
 Codes = IntegerCodes | Fp8Tensor
 Kind = Literal["int4", "int8", "fp8"]
 
@@ -32,7 +34,7 @@ class TensorFile(Protocol):
         ...
 
     def read(self, name: str, device: torch.device) -> torch.Tensor: ...
-    def read_into(self, name: str, out: torch.Tensor) -> None: ...
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
