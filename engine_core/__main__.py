@@ -87,6 +87,7 @@ def _fail(error: Exception, status: int) -> int:
 def _run(config: EngineConfig) -> int:
     context: zmq.Context[Any] = zmq.Context()
     router = None
+    built = None
     try:
         # Before the model: a taken address shows at once, and a Hello that comes
         # while the model loads waits in the socket.
@@ -108,6 +109,7 @@ def _run(config: EngineConfig) -> int:
         )
 
         grammars.set_wake(process.wake)
+        built.ranks.watch(process.crash)
 
         def announce() -> None:
             facts: dict[str, object] = {COMMANDS: endpoint, MODEL: built.model_name}
@@ -118,6 +120,8 @@ def _run(config: EngineConfig) -> int:
         context.term()
         return status
     finally:
+        if built is not None:
+            built.ranks.close()
         if router is not None and not router.closed:
             close_bound(router)
         context.destroy(linger=0)
@@ -129,10 +133,27 @@ def _build(config: EngineConfig) -> BuiltEngine:
         from engine_core.sim_builder import build_simulated
 
         return build_simulated(config)
+    if config.tensor_parallel_size > 1:
+        return _build_ranks(config)
     from engine_core.engine_builder import build_engine
 
     with report_progress(config.model) as progress:
         return build_engine(config, progress)
+
+
+def _build_ranks(config: EngineConfig) -> BuiltEngine:
+    from engine_core.parallel.processes import RankProcesses
+
+    processes = RankProcesses(config)  # before torch, which takes them seconds too
+    try:
+        from engine_core.engine_builder import build_engine
+        from engine_core.parallel.leader import LeadingRank
+
+        with report_progress(config.model) as progress:
+            return build_engine(config, progress, LeadingRank(processes))
+    except BaseException:
+        processes.close()
+        raise
 
 
 def _vocabulary(built: BuiltEngine, config: EngineConfig) -> Callable[[], Vocabulary]:

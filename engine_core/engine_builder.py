@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine_core.device.memory import (
+    KVPlan,
     block_num_bytes,
     plan_host_blocks,
     plan_kv_cache,
@@ -22,6 +23,10 @@ from engine_core.lora.adapters import Adapters
 from engine_core.lora.start import load_adapters, lora_shape
 from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
+from engine_core.model.registry import find_architecture
+from engine_core.parallel.ops import parallel_ops
+from engine_core.parallel.ranks import SOLE_RANK
+from engine_core.parallel.split import check_split, share_config
 from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.graphs import graph_sizes, measure_graphs
 from engine_core.runner.kv_caches import allocate_kv_caches
@@ -39,10 +44,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_core.device.base import Device
-    from engine_core.device.memory import KVPlan, MemoryBudget
+    from engine_core.device.memory import MemoryBudget
     from engine_core.kv.restore_policy import MeasuredCosts
+    from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
     from engine_core.model.loader import OpenedModel
+    from engine_core.parallel.group import RankGroup
+    from engine_core.parallel.ranks import Ranks
     from engine_core.runner.base import Runner
     from kernels.ops import Ops
     from pagewire.config import EngineConfig
@@ -81,16 +89,22 @@ class BuiltEngine:
     find_unsupported: FindUnsupported = all_is_supported
     """What of the sampling parameters the runner cannot do."""
     adapters: Adapters = field(default_factory=Adapters)
+    ranks: Ranks = SOLE_RANK
+    """Those that the model is divided among."""
 
 
-def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngine:
-    """Checks everything that can be checked, then loads the weights.
+def build_engine(
+    config: EngineConfig, progress: ProgressCallback, ranks: Ranks = SOLE_RANK
+) -> BuiltEngine:
+    """Checks everything that can be checked, then loads the weights, or this rank's part.
 
-    Raises ModelLoadError naming the file, ConfigError naming the flag.
+    All ranks come through here and do the same. Raises ModelLoadError naming the file,
+    ConfigError naming the flag.
     """
     started = time.monotonic()
-    device = select_device(config)
+    device = select_device(config, ranks.rank)
     opened = open_model(resolve_model(config.model, config.served_model_name))
+    _check_split(config, opened)
     max_model_len = resolve_max_model_len(config.max_model_len, opened.config)
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
     ops = _load_ops(config, device, dtype)
@@ -98,9 +112,14 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     sizes = _graph_sizes(config, device)
     lora = lora_shape(config, opened)
-    planner = _KVPlanner(config, opened, device, dtype, max_model_len)
+    own = share_config(opened.config, ranks.rank, ranks.size)
+    planner = _KVPlanner(config, own, device, dtype, max_model_len)
     kv_plan = planner.plan_before_load()
     num_host_blocks = planner.plan_host_blocks()
+    group = ranks.connect(device.torch_device)
+    if group is not None:
+        ops = parallel_ops(ops, group)
+        kv_plan, num_host_blocks = _agree(group, device, kv_plan, num_host_blocks)
     model = load_model(
         opened,
         ops,
@@ -110,9 +129,13 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         lambda done, total: progress("weights", done, total),
         quantization,
         lora,
+        group,
     )
     if kv_plan is None:
         kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens, sizes)
+        if group is not None:
+            kv_plan, _ = _agree(group, device, kv_plan, 0)
+            assert kv_plan is not None
     kv_caches = allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, dtype)
     host_kv = HostKV(device, kv_caches, num_host_blocks) if num_host_blocks else None
     runner = ModelRunner(
@@ -147,14 +170,14 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         kv_plan.max_model_len,
     )
     return BuiltEngine(
-        runner=runner,
+        runner=ranks.lead(runner),
         model_name=opened.source.name,
         architecture=opened.config.architecture,
         max_model_len=kv_plan.max_model_len,
         vocab_size=opened.config.vocab_size,
         eos_token_ids=opened.config.eos_token_ids,
         dtype=dtype_name,
-        device=device.name,
+        device=device.name if ranks.size == 1 else f"{ranks.size} x {device.name}",
         num_blocks=kv_plan.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -169,7 +192,33 @@ def build_engine(config: EngineConfig, progress: ProgressCallback) -> BuiltEngin
         num_host_blocks=num_host_blocks,
         kv_costs=kv_costs,
         adapters=adapters,
+        ranks=ranks,
     )
+
+
+def _check_split(config: EngineConfig, opened: OpenedModel) -> None:
+    size = config.tensor_parallel_size
+    if size > 1:
+        if config.enable_lora:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} goes without --enable-lora: adapters are not "
+                "divided among ranks"
+            )
+        path = str(opened.source.path)
+        architecture = find_architecture(opened.config.architecture, path)
+        check_split(opened.config, architecture.layout, size, path)
+
+
+def _agree(
+    group: RankGroup, device: Device, plan: KVPlan | None, num_host_blocks: int
+) -> tuple[KVPlan | None, int]:
+    """What every rank has room for: one block table is for the caches of all."""
+    if plan is None:
+        (host,) = group.least([num_host_blocks], device.torch_device)
+        return None, host
+    numbers = [plan.num_blocks, plan.max_model_len, num_host_blocks]
+    num_blocks, max_model_len, host = group.least(numbers, device.torch_device)
+    return replace(plan, num_blocks=num_blocks, max_model_len=max_model_len), host
 
 
 def overlaps(config: EngineConfig, device: Device) -> bool:
@@ -214,7 +263,7 @@ class _KVPlanner:
     def __init__(
         self,
         config: EngineConfig,
-        opened: OpenedModel,
+        model_config: ModelConfig,
         device: Device,
         dtype: torch.dtype,
         max_model_len: int,
@@ -223,7 +272,7 @@ class _KVPlanner:
         self._device = device
         self._dtype = dtype
         self._max_model_len = max_model_len
-        self._block_bytes = block_num_bytes(opened.config, config.block_size, dtype)
+        self._block_bytes = block_num_bytes(model_config, config.block_size, dtype)
 
     def plan_before_load(self) -> KVPlan | None:
         budget = self._device.fixed_kv_budget()

@@ -42,9 +42,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """A thread of ours died."""
+    """A thread of ours died, or a process that we cannot be without."""
 
     error: BaseException
+    told: str = "a thread of the engine died, see its log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,11 @@ class EngineProcess:
         """Ends run() after the step at hand. Safe in any thread and signal handler."""
         self._events.put(Stop(reason))
 
+    def crash(self, told: str) -> None:
+        """Ends run() after the step at hand as a failure of the engine, of which frontends
+        are told in these words. Safe in any thread."""
+        self._events.put(Crashed(RuntimeError(told), told))
+
     def wake(self) -> None:
         """Makes the loop ask the core for work. Safe in any thread."""
         self._events.put(Woken())
@@ -113,7 +118,7 @@ class EngineProcess:
             return self._end(f"{type(error).__name__} in the engine, see its log", status=1)
         assert self._stop is not None
         if isinstance(self._stop, Crashed):
-            return self._end("a thread of the engine died, see its log", status=1)
+            return self._end(self._stop.told, status=1)
         return self._end(self._stop.reason, status=0)
 
     def _loop(self) -> None:

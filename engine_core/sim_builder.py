@@ -111,6 +111,7 @@ def _refuse_unsimulated(config: EngineConfig) -> None:
         "--kernels": config.kernels != "auto",
         "--batch-invariant": config.batch_invariant,
         "--enable-lora": config.enable_lora,
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
     }
     for flag, is_set in wrong.items():
         if is_set:

@@ -229,7 +229,11 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     """Host memory, such as 4GiB, for KV that the prefix cache evicts; it is copied back
     where that is faster than to compute it again. Default: none."""
     cpu_threads: Annotated[int, Field(ge=1)] | None = None
-    """Compute threads on a CPU. Default: the cores this process may use."""
+    """Compute threads on a CPU, of all ranks together. Default: the cores this process may
+    use."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that one engine's model is divided among, each with a part of every layer:
+    a GPU for each, or on a CPU its share of the cores."""
     kernels: Literal["auto", "reference", "cpu", "cuda"] = "auto"
     """The ops backend. auto: the device's own."""
     batch_invariant: bool = False

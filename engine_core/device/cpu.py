@@ -26,9 +26,12 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 class CpuDevice:
-    """kv_cache_memory as EngineConfig has it; num_threads None takes all allowed cores."""
+    """kv_cache_memory as EngineConfig has it; num_threads None takes all allowed cores.
+    num_ranks: of this engine on this host, which share both."""
 
-    def __init__(self, kv_cache_memory: str | None, num_threads: int | None) -> None:
+    def __init__(
+        self, kv_cache_memory: str | None, num_threads: int | None, num_ranks: int = 1
+    ) -> None:
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
         self.default_kernels = "cpu"
@@ -40,11 +43,13 @@ class CpuDevice:
         self.layers_share_blocks = True
         if kv_cache_memory is None:
             share = min(available_memory() // _DEFAULT_SHARE, _DEFAULT_MOST)
-            self._budget = MemoryBudget(share, "--kv-cache-memory (default: an eighth of the free)")
+            self._budget = MemoryBudget(
+                share // num_ranks, "--kv-cache-memory (default: an eighth of the free)"
+            )
         else:
             size = parse_memory_size(kv_cache_memory, "--kv-cache-memory")
-            self._budget = MemoryBudget(size, f"--kv-cache-memory {kv_cache_memory}")
-        torch.set_num_threads(num_threads or allowed_cores())
+            self._budget = MemoryBudget(size // num_ranks, f"--kv-cache-memory {kv_cache_memory}")
+        torch.set_num_threads(max(1, (num_threads or allowed_cores()) // num_ranks))
 
     def resolve_dtype(self, requested: str, stored: CheckpointDtype) -> torch.dtype:
         if requested == "auto":

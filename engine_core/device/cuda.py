@@ -23,11 +23,25 @@ def cuda_is_available() -> bool:
 
 
 class CudaDevice:
-    """The current CUDA device. Raises ConfigError where there is none."""
+    """The current CUDA device, or one of the first num_ranks. Raises ConfigError where there
+    is none."""
 
-    def __init__(self, kv_cache_memory: str | None, memory_utilization: float) -> None:
+    def __init__(
+        self,
+        kv_cache_memory: str | None,
+        memory_utilization: float,
+        rank: int | None = None,
+        num_ranks: int = 1,
+    ) -> None:
         if not cuda_is_available():
             raise ConfigError("--device cuda: torch finds no CUDA device")
+        if num_ranks > torch.cuda.device_count():
+            raise ConfigError(
+                f"--tensor-parallel-size {num_ranks}: torch finds {torch.cuda.device_count()} "
+                "CUDA devices, and each rank needs one of its own"
+            )
+        if rank is not None:
+            torch.cuda.set_device(rank)
         index = torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index} {torch.cuda.get_device_name(index)}"

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from pagewire.config import EngineConfig
 
 
-def select_device(config: EngineConfig) -> Device:
-    """Raises ConfigError naming the flag."""
+def select_device(config: EngineConfig, rank: int = 0) -> Device:
+    """rank: this process's among --tensor-parallel-size. Raises ConfigError naming the flag."""
+    size = config.tensor_parallel_size
     if config.device == "cuda" or (config.device == "auto" and cuda_is_available()):
-        return CudaDevice(config.kv_cache_memory, config.gpu_memory_utilization)
-    return CpuDevice(config.kv_cache_memory, config.cpu_threads)
+        index = rank if size > 1 else None
+        return CudaDevice(config.kv_cache_memory, config.gpu_memory_utilization, index, size)
+    return CpuDevice(config.kv_cache_memory, config.cpu_threads, size)

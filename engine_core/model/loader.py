@@ -15,6 +15,8 @@ from engine_core.model.quantized.checkpoint import QuantizedCheckpoint
 from engine_core.model.registry import find_architecture
 from engine_core.model.safetensors_checkpoint import SafetensorsCheckpoint
 from engine_core.model.weights import Weights
+from engine_core.parallel.split import share_config, share_tensors
+from engine_core.parallel.weights import ParallelWeights
 from pagewire.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from engine_core.model.decoder import DecoderModel
     from engine_core.model.lora import LoraShape
     from engine_core.model.quantization import Quantization
+    from engine_core.parallel.group import RankGroup
     from kernels.ops import Ops
     from pagewire.model_source import ModelSource
 
@@ -84,12 +87,24 @@ def load_model(
     progress: Callable[[int, int], None],
     quantization: Quantization = "none",
     lora: LoraShape | None = None,
+    group: RankGroup | None = None,
 ) -> DecoderModel:
-    """Reads the weights; progress(done, total) counts bytes of the checkpoint. lora: room for
-    adapters, all of it empty."""
-    weights = Weights(opened.checkpoint, ops, device, dtype, progress, quantization)
-    architecture = find_architecture(opened.config.architecture, str(opened.source.path))
-    model = architecture(opened.config, weights, ops, device, max_model_len, lora)
+    """Reads the weights; progress(done, total) counts bytes of the checkpoint.
+
+    lora: room for adapters, all of it empty. group: of the ranks that each hold a part; ops
+    are then ParallelOps.
+    """
+    config = opened.config
+    architecture = find_architecture(config.architecture, str(opened.source.path))
+    options = (opened.checkpoint, ops, device, dtype, progress, quantization)
+    weights = Weights(*options)
+    if group is not None:
+        is_quantized = quantization != "none"
+        place = (group.rank, group.size)
+        parts = share_tensors(config, architecture.layout, *place, is_quantized=is_quantized)
+        weights = ParallelWeights(group, *options, parts)
+        config = share_config(config, *place)
+    model = architecture(config, weights, ops, device, max_model_len, lora)
     if quantization == "none":
         _warn_of_floats(opened, dtype)
     for reason, names in weights.why_floats.items():

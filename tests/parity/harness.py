@@ -15,6 +15,7 @@ from engine_core.kv.offload import KVOffload
 from engine_core.kv.restore_policy import RestorePolicy
 from engine_core.model.inputs import ModelInput
 from engine_core.model.loader import load_model, open_model
+from engine_core.parallel.ops import parallel_ops
 from engine_core.runner.kv_caches import allocate_kv_caches
 from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
@@ -28,13 +29,16 @@ from pagewire.wire.codec import pack_ids, unpack_ids, unpack_request_ids
 from pagewire.wire.messages import Add
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine_core.grammar.gate import GrammarGate
     from engine_core.lora.adapters import Adapters
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
     from engine_core.model.lora import LoraShape
+    from engine_core.model.quantization import Quantization
+    from engine_core.parallel.group import RankGroup
+    from engine_core.runner.base import Runner
     from kernels.ops import Ops
 
 FRONTEND_ID = 7
@@ -59,7 +63,9 @@ class Engine:
         async_scheduling: bool = False,
         graph_sizes: Sequence[int] = (),
         adapters: Adapters | None = None,
+        lead: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> None:
+        """lead: what of several ranks takes the plans."""
         kv_caches = allocate_kv_caches(
             loaded.model, loaded.device, num_blocks, block_size, loaded.dtype
         )
@@ -95,7 +101,7 @@ class Engine:
             self.runner.warm_up()
         self.core = EngineCore(
             self.scheduler,
-            self.runner,
+            lead(self.runner),
             epoch=EPOCH,
             grammars=grammars,
             async_scheduling=async_scheduling,
@@ -171,10 +177,15 @@ def load(
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,
     lora: LoraShape | None = None,
+    quantization: Quantization = "none",
+    group: RankGroup | None = None,
 ) -> Loaded:
-    """On one thread: the tests share two cores with others."""
+    """On one thread: the tests share two cores with others. group: of ranks, of which this
+    is one."""
     device = CpuDevice("1GiB", 1)
     ops = load_ops(backend, batch_invariant=batch_invariant)
+    if group is not None:
+        ops = parallel_ops(ops, group)
     opened = open_model(resolve_model(path))
     model = load_model(
         opened,
@@ -183,7 +194,9 @@ def load(
         dtype,
         max_model_len,
         lambda done, total: None,
-        lora=lora,
+        quantization,
+        lora,
+        group,
     )
     return Loaded(model, opened.config, ops, device, max_model_len, dtype)
 
