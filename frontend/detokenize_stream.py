@@ -3,7 +3,9 @@
 One message goes out for each engine step, with every row of that step. While
 the stream is behind, the rows of several steps merge into the next message.
 When the stream breaks, every live sequence is opened again on a new one, with
-the ids whose text is already out as replay: clients see a pause.
+the ids whose text is already out as replay: clients see a pause. Replays are
+shared out among messages, so that each is answered soon: a worker or a stream that
+owes an answer for long is taken for hung, and would be replaced again and again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ logger = logging.getLogger(__name__)
 GRACE_S = 60.0
 """How long live requests wait for a lost tokenizer to come back."""
 REPLY_TIMEOUT_S = 10.0
-"""A message unanswered for this long is a hung tokenizer."""
+"""No answer for this long, while one is owed, is a hung tokenizer."""
+MAX_REPLAYED_IDS = 1 << 18
+"""Of the sequences that one message opens, unless it is one alone. With stop strings a
+worker takes half a second of CPU for them."""
 MAX_BACKOFF_S = 1.0
 MAX_REOPENS = 3
 """How often a sequence is lost without a new token in between before it is given up."""
@@ -91,6 +96,7 @@ class DetokenizeStream:
         self._dirty: dict[int, RequestState] = {}
         self._closes: list[int] = []
         self._in_flight: deque[Batch] = deque()
+        self._answered_at = 0.0
         self._number = 0
         self._work = asyncio.Event()
         self._down_since = clock()
@@ -202,6 +208,8 @@ class DetokenizeStream:
             await self._work.wait()
             self._work.clear()
             await self._send(call, self._next_batch())
+            if self._opens:
+                self.flush()
 
     async def _read(self, call: grpc.aio.StreamStreamCall[object, object]) -> None:
         while True:
@@ -210,7 +218,10 @@ class DetokenizeStream:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(REPLY_TIMEOUT_S / 4)
-            if self._in_flight and self._clock() - self._in_flight[0].sent_at > REPLY_TIMEOUT_S:
+            if not self._in_flight:
+                continue
+            waits_since = max(self._in_flight[0].sent_at, self._answered_at)
+            if self._clock() - waits_since > REPLY_TIMEOUT_S:
                 raise ProtocolError(f"no answer for {REPLY_TIMEOUT_S:g} s")
 
     async def _send(self, call: grpc.aio.StreamStreamCall[object, object], batch: Batch) -> None:
@@ -230,8 +241,10 @@ class DetokenizeStream:
             self._dirty[state.internal_id] = state
 
     def _next_batch(self) -> Batch:
-        batch = Batch(self._number, list(self._opens.values()), self._closes)
+        batch = Batch(self._number, self._take_opens(), self._closes)
         self._number += 1
+        # Rows of what is not open yet wait with it.
+        later = {id_: self._dirty.pop(id_) for id_ in self._opens if id_ in self._dirty}
         for state in batch.opens:
             state.opened_in = batch.number
         for state in self._dirty.values():
@@ -243,8 +256,21 @@ class DetokenizeStream:
             batch.finished.append(state.engine_finished)
             state.num_sent = num_tokens
         batch.states += self._dirty.values()
-        self._opens, self._dirty, self._closes = {}, {}, []
+        self._dirty, self._closes = later, []
         return batch
+
+    def _take_opens(self) -> list[RequestState]:
+        """As many as one message may open, the rest later."""
+        num_ids = 0
+        taken: list[RequestState] = []
+        for state in self._opens.values():
+            num_ids += len(state.output_ids)
+            if taken and num_ids > MAX_REPLAYED_IDS:
+                break
+            taken.append(state)
+        for state in taken:
+            del self._opens[state.internal_id]
+        return taken
 
     def _receive(self, message: object) -> None:
         try:
@@ -254,6 +280,7 @@ class DetokenizeStream:
         if not self._in_flight or self._in_flight[0].number != reply.number:
             raise ProtocolError(f"answer {reply.number} is out of order")
         batch = self._in_flight.popleft()
+        self._answered_at = self._clock()
         for sequence, message_text in reply.errors:
             self._receive_error(batch, sequence, message_text)
         live, number = self._live, batch.number

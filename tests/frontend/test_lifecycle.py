@@ -218,6 +218,38 @@ async def test_a_restarted_tokenizer_costs_a_pause(manual: Stack) -> None:
     assert texts == [TEXT[:12], "the quick brown "]
 
 
+async def test_replays_are_shared_out_among_messages(
+    manual: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is answered soon then, and neither worker nor stream is taken for hung."""
+    monkeypatch.setattr(detokenize_stream, "MAX_REPLAYED_IDS", 10)
+    calls = [manual.open(prompt="a", sampling_params=tokens(12)) for _ in range(5)]
+    await manual.engine.wait_running(5)
+    for _ in range(6):
+        manual.engine.step()
+    texts = [(await call.read()).delta.text for call in calls]
+    live = manual.frontend.dispatcher.engine_side.live
+    await manual.until(lambda: all(state.num_acked == 6 for state in live.values()))
+    address = manual.tokenizer.address
+    await manual.tokenizer.close()
+    await manual.until(lambda: not manual.frontend.health.serving)
+    # Some have text to come, beside what is replayed, and one of these its end.
+    for _ in range(6):
+        manual.engine.step()
+    manual.tokenizer = FakeTokenizer(address=address)
+    await manual.tokenizer.start()
+    for index, call in enumerate(calls):
+        texts[index] += "".join(f.delta.text for f in await manual.rest(call))
+    assert texts == [TEXT[:12]] * 5
+    opened = [
+        [len(opening.replay_token_ids) for opening in m.opens] for m in manual.tokenizer.messages
+    ]
+    # 12 ids each are above the limit: one a message.
+    assert [opens for opens in opened if opens] == [[6]] * 5
+    rows = [list(message.sequences) for message in manual.tokenizer.messages]
+    assert all(len(row) <= 1 for row in rows)
+
+
 async def test_a_tokenizer_that_dies_before_its_first_answer(manual: Stack) -> None:
     address = manual.tokenizer.address
     await manual.tokenizer.close()
