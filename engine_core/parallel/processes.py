@@ -33,7 +33,7 @@ class RankProcesses:
     rank's status where that says that it cannot start; later it may take a few seconds.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, module: str = "engine_core.parallel.worker") -> None:
         self.size = config.tensor_parallel_size
         self.config = config
         # A file without a name: it is gone with the last process that has it open.
@@ -42,7 +42,7 @@ class RankProcesses:
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._on_death: Callable[[str], None] | None = None
-        self._processes = [_start(self.store_file) for _ in range(1, self.size)]
+        self._processes = [_start(module, self.store_file) for _ in range(1, self.size)]
         self._threads = [
             threading.Thread(target=self._wait, args=(rank,), name=f"rank-{rank}", daemon=True)
             for rank in range(1, self.size)
@@ -108,10 +108,10 @@ class RankProcesses:
             os._exit(1)
 
 
-def _start(store_file: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+def _start(module: str, store_file: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  # our own interpreter and module
         # -P: a folder named kernels in the user's own directory is not ours.
-        [sys.executable, "-P", "-m", "engine_core.parallel.worker"],
+        [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=(store_file,),

@@ -383,6 +383,18 @@ def test_a_hello_that_cannot_be_answered_is_refused(caplog: pytest.LogCaptureFix
         assert client.collect(1)[1].token_ids == alone(PROMPT, 8, ())
 
 
+def test_a_crash_from_outside_is_told_and_ends_it() -> None:
+    engine = ThreadedEngine()
+    with WireClient(engine.endpoint) as client, pytest.raises(ValueError, match="over"), engine:
+        client.hello()
+        engine.process.crash("rank 1 of 2 ended with SIGKILL, see its log")
+        dead = client.wait_for(lambda output: isinstance(output, Dead))
+        assert isinstance(dead, Dead)
+        assert dead.reason == "rank 1 of 2 ended with SIGKILL, see its log"
+        assert engine.join() == 1
+        raise ValueError("over")
+
+
 def test_heartbeats_go_on_while_a_step_hangs() -> None:
     with ThreadedEngine() as engine, WireClient(engine.endpoint) as client:
         client.hello()

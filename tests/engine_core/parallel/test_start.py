@@ -1,0 +1,69 @@
+"""--tensor-parallel-size: what cannot be is said before any rank is waited for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from engine_core.device.cpu import CpuDevice, allowed_cores
+from engine_core.engine_builder import build_engine
+from engine_core.parallel.ranks import SoleRank
+from engine_core.sim_builder import build_simulated
+from pagewire.config import EngineConfig
+from pagewire.errors import ConfigError
+from pagewire.settings import load_config
+from tests.support.tiny_model import TinySpec, write_hf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+class Unreached(SoleRank):
+    """Rank 0 of several that are never there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # type: ignore[misc]
+
+    def connect(self, device: torch.device) -> NoReturn:
+        raise AssertionError("waits for ranks")
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "message"),
+    [
+        ((), 16, r"--tensor-parallel-size 16: .* has 9 attention heads: each rank needs one"),
+        (("--enable-lora",), 3, "--tensor-parallel-size 3 goes without --enable-lora"),
+        (("--device=cuda",), 2, "--device cuda"),
+        (("--kv-cache-memory=100",), 2, "--kv-cache-memory 100 gives the KV cache"),
+    ],
+)
+def test_refusals(flags: tuple[str, ...], size: int, message: str, tmp_path: Path) -> None:
+    model = write_hf(tmp_path / "model", TinySpec())
+    flags = (f"--model={model}", f"--tensor-parallel-size={size}", *flags)
+    config = load_config(EngineConfig, list(flags))
+    with pytest.raises(ConfigError, match=message):
+        build_engine(config, lambda _stage, _done, _total: None, Unreached(size))
+
+
+def test_it_is_not_simulated(tmp_path: Path) -> None:
+    model = write_hf(tmp_path / "model", TinySpec())
+    config = EngineConfig(model=str(model), device="sim:h200", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is not simulated"):
+        build_simulated(config)
+
+
+def test_ranks_on_a_cpu_share_its_memory_and_cores() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        alone, one_of_two = CpuDevice("64MiB", 4), CpuDevice("64MiB", 4, 2)
+        assert torch.get_num_threads() == 2
+        assert one_of_two.fixed_kv_budget().num_bytes == alone.fixed_kv_budget().num_bytes // 2
+        CpuDevice(None, None, 64)
+        assert torch.get_num_threads() == max(1, allowed_cores() // 64)
+    finally:
+        torch.set_num_threads(before)
