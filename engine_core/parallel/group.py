@@ -79,6 +79,10 @@ class RankGroup:
         self._all.broadcast([values], options).wait()
         return values
 
+    def total(self, number: int, device: torch.device) -> int:
+        """The sum of what each rank gives."""
+        return int(self.gather(torch.tensor([number], device=device)).sum())
+
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Of each of the numbers the smallest that a rank has."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from kernels.blocks import ComposedBlocks
+from kernels.ops import AttentionBlock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.model.embedding import Embedding
     from engine_core.parallel.group import RankGroup
-    from kernels.ops import Activation, ExpertWeights, LinearWeight, Ops, SamplingBatch
+    from kernels.ops import (
+        Activation,
+        Block,
+        BlockStack,
+        ExpertWeights,
+        LinearWeight,
+        Ops,
+        SamplingBatch,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,9 @@ class TiedVocabularyEmbedding(VocabularyEmbedding):
 
 
 class ParallelOps(ComposedBlocks):
-    """The inner ops but where ranks meet: after row-parallel products and experts, for
-    logits, which all ranks get whole, and for the ids drawn, which are rank 0's.
+    """The inner ops but where ranks meet: after row-parallel products and experts, in norms
+    over a row of heads, for logits, which all ranks get whole, and for the ids drawn, which
+    are rank 0's.
 
     So ranks cannot come to draw different ids, and what only shapes the draw (penalties,
     masks, grammars) concerns rank 0 alone. Blocks are composed of single ops.
@@ -70,6 +82,9 @@ class ParallelOps(ComposedBlocks):
     def __init__(self, inner: Ops, group: RankGroup) -> None:
         self._inner = inner
         self._group = group
+        self._row_norms: dict[int, int] = {}
+        """Of each norm over a row of heads that ranks have parts of: its identity, and the
+        width of the whole row. The block stack holds the tensors."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -86,6 +101,30 @@ class ParallelOps(ComposedBlocks):
         padded = torch.nn.functional.pad(mine, (0, max(rows) - mine.shape[1]))
         parts = self._group.gather(padded)
         return torch.cat([part[:, :n] for part, n in zip(parts, rows, strict=True)], dim=1)
+
+    def prepare_blocks(self, blocks: Sequence[Block]) -> BlockStack:
+        norms = [
+            norm
+            for block in blocks
+            if isinstance(block, AttentionBlock)
+            for norm in (block.q_norm, block.k_norm)
+            if norm is not None and norm.shape[0] != block.head_dim
+        ]
+        widths = {norm.shape[0]: 0 for norm in norms}
+        for width in widths:
+            widths[width] = self._group.total(width, norms[0].device)
+        self._row_norms |= {id(norm): widths[norm.shape[0]] for norm in norms}
+        return super().prepare_blocks(blocks)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        width = self._row_norms.get(id(weight))
+        if width is None:
+            return self._inner.rms_norm(x, weight, eps)
+        wide = x.float()
+        # In float64 the order of a row's terms, which torch chooses, does not show.
+        mine = wide.double().square().sum(dim=-1, keepdim=True).float()
+        inverse_rms = torch.rsqrt(self._group.sum(mine) / width + eps)
+        return (wide * inverse_rms * weight.float()).to(x.dtype)
 
     def experts(
         self,

@@ -61,9 +61,11 @@ def share_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> Head
 def check_split(config: ModelConfig, layout: Layout, size: int, origin: str) -> None:
     """Raises ConfigError, with the figures, for a model that `size` ranks cannot divide."""
     flag = f"--tensor-parallel-size {size}: {origin}"
-    if layout.qk_norm == "row":
+    if layout.qk_norm == "row" and config.num_kv_heads < 2 * size:
+        # One head by itself would pass for a norm of each head, and a replicated one count twice.
         raise ConfigError(
-            f"{flag} has {config.architecture}, whose norm over all heads ranks cannot divide"
+            f"{flag} has {config.num_kv_heads} KV heads and a norm over all of them: each rank "
+            "needs two at least"
         )
     inner = [config.intermediate_size]
     inner += [it.experts.intermediate_size for it in config.layers if it.experts is not None]
@@ -110,6 +112,9 @@ def share_tensors(
         _cut_rows(parts, attention, layout.qkv, pieces, offsets)
         hidden = range(config.hidden_size)
         parts[f"{attention}.o_proj.weight"] = Part((hidden,), query)
+        if layout.qk_norm == "row":
+            parts[f"{attention}.q_norm.weight"] = Part((query,))
+            parts[f"{attention}.k_norm.weight"] = Part(kv)
         experts = layer.experts
         width = config.intermediate_size if experts is None else experts.intermediate_size
         unit = feature_unit(width, size, is_quantized=is_quantized)

@@ -4,7 +4,7 @@ in company. Ranks are threads, their collectives real ones (gloo)."""
 from __future__ import annotations
 
 import random
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,12 +39,20 @@ DIVIDED = {
     "qwen3-moe-some-dense": (3,),
     "phi3": (2,),
     "granite": (2,),
+    "olmo2": (2,),
 }
+
+
+# Two of them on one rank, and three on the other.
+FIVE_KV_HEADS = replace(
+    ARCHITECTURES["olmo2"],
+    changes={"num_attention_heads": 10, "num_key_value_heads": 5, "hidden_size": 40},
+)
 
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_tokens_of_transformers(name: str, tmp_path: Path) -> None:
-    case = Case(ARCHITECTURES[name], tmp_path / name)
+    case = Case(FIVE_KV_HEADS if name == "olmo2" else ARCHITECTURES[name], tmp_path / name)
     for size in DIVIDED[name]:
         with RankThreads(
             str(case.directory), size, backend="cpu", max_model_len=case.tiny.max_model_len

@@ -154,7 +154,7 @@ def test_every_element_is_somewhere(config: ModelConfig, layout: Layout, size: i
         ({}, Layout(), 7, r"--tensor-parallel-size 7: m has 6 attention heads: each rank needs"),
         ({"intermediate_size": 3}, Layout(), 4, "m has 3 intermediate features"),
         ({"vocab_size": 2}, Layout(), 3, "m has 2 tokens of the vocabulary"),
-        ({}, Layout(qk_norm="row"), 2, "norm over all heads"),
+        ({}, Layout(qk_norm="row"), 2, "m has 3 KV heads and a norm over all of them"),
     ],
 )
 def test_what_cannot_be_divided(
