@@ -182,6 +182,7 @@ def _make_core(
     from engine_core.kv.manager import KVManager
     from engine_core.kv.offload import KVOffload
     from engine_core.kv.restore_policy import RestorePolicy
+    from engine_core.kv.window import KVWindow
     from engine_core.sched.limits import SchedulerLimits
     from engine_core.sched.policy import make_policy
     from engine_core.sched.scheduler import Scheduler
@@ -200,8 +201,9 @@ def _make_core(
         if built.num_host_blocks:
             policy = RestorePolicy(built.block_size, built.kv_costs)
             offload = KVOffload(built.num_host_blocks, policy)
+        window = None if built.window is None else KVWindow(built.window, limits.max_chunk)
         kv_manager = KVManager(
-            built.num_blocks, built.block_size, config.enable_prefix_caching, offload
+            built.num_blocks, built.block_size, config.enable_prefix_caching, offload, window
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

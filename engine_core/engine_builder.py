@@ -82,6 +82,8 @@ class BuiltEngine:
     async_scheduling: bool
     """Whether the next step is planned while one runs."""
     default_sampling: dict[str, float]
+    window: int | None = None
+    """Tokens that any layer sees at most, where all are limited."""
     num_host_blocks: int = 0
     """Of the second tier; 0 where there is none."""
     kv_costs: MeasuredCosts | None = None
@@ -169,6 +171,9 @@ def build_engine(
         config.block_size,
         kv_plan.max_model_len,
     )
+    window = opened.config.window
+    if window is not None and window < kv_plan.max_model_len:
+        logger.info("every layer sees %d tokens at most: KV blocks behind are given back", window)
     return BuiltEngine(
         runner=ranks.lead(runner),
         model_name=opened.source.name,
@@ -189,6 +194,7 @@ def build_engine(
         ),
         async_scheduling=overlaps(config, device),
         default_sampling=opened.config.default_sampling,
+        window=window,
         num_host_blocks=num_host_blocks,
         kv_costs=kv_costs,
         adapters=adapters,

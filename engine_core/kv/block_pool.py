@@ -41,6 +41,10 @@ class BlockPool:
         self._on_evict = on_evict
 
     @property
+    def null_block(self) -> Block:
+        return self.blocks[NULL_BLOCK_ID]
+
+    @property
     def num_blocks(self) -> int:
         """All blocks, the null block among them."""
         return len(self.blocks)

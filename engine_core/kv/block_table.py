@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class BlockTable:
-    """Logical block -> Block, only ever appended to until all is freed.
+    """Logical block -> Block, only ever appended to until all is freed; under a window
+    (kv/window.py) the null block takes the place of leading ones.
 
     Written by KVManager alone. It lasts as long as its request; preemption
     empties it and leaves the hashes.
@@ -31,6 +32,7 @@ class BlockTable:
         "hashes",
         "num_computed",
         "num_donated",
+        "num_reclaimed",
         "num_registered",
         "reads_cache",
         "token_ids",
@@ -54,6 +56,8 @@ class BlockTable:
         """Leading tokens whose KV is in these blocks, as far as update() or admission knows."""
         self.num_registered = 0
         """Leading blocks that were hits or have been offered to the prefix cache."""
+        self.num_reclaimed = 0
+        """Leading blocks that were given back, as no later token sees them."""
         self.cache_generation = -1
         """The prefix cache's generation when these blocks began to be filled."""
         self.hashes = BlockHashes(token_ids, block_size, cache_salt, adapter)

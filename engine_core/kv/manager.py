@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from engine_core.kv.block import Block
     from engine_core.kv.offload import KVOffload
+    from engine_core.kv.window import KVWindow
     from engine_core.sched.plan import StepPlan, StepResult
 
 __all__ = ["IntegrityError", "KVManager", "PrefixHit"]
@@ -71,14 +72,17 @@ class KVManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         offload: KVOffload | None = None,
+        window: KVWindow | None = None,
     ) -> None:
         """num_blocks counts the null block. offload: where evicted content goes; it is
-        lost by default. Raises ValueError."""
+        lost by default. window: what all layers are limited to, if all are. Raises
+        ValueError."""
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, must be at least 1")
         self.pool = BlockPool(num_blocks, offload.evicted if offload is not None else None)
         self.offload = offload
         self.block_size = block_size
+        self.window = window
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
         """Prompt tokens looked up in the prefix cache since the start."""
@@ -121,6 +125,16 @@ class KVManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that num_tokens take: the quotient, rounded up."""
         return -(-num_tokens // self.block_size)
+
+    def blocks_ahead(self, table: BlockTable) -> int:
+        """Blocks that its known ids will take beyond those it has, at most."""
+        return self._at_once(self.blocks_for(table.num_tokens) - len(table.blocks))
+
+    def _at_once(self, num_blocks: int) -> int:
+        """How many of the blocks that a sequence will take it holds at the same time, at most."""
+        if self.window is None:
+            return num_blocks
+        return min(num_blocks, self.window.max_blocks(self.block_size))
 
     def new_table(
         self,
@@ -188,8 +202,9 @@ class KVManager:
 
     def _donated(self, table: BlockTable, donor: BlockTable) -> PrefixHit:
         """Only what is computed, but that to the token."""
-        # KV from before a reset must not come back under the hashes of new blocks.
-        if donor.cache_generation != self._generation:
+        # KV from before a reset must not come back under the hashes of new blocks. What the
+        # donor has given back, the prefix cache may still have.
+        if donor.cache_generation != self._generation or donor.num_reclaimed:
             return NO_HIT
         num_tokens = min(donor.num_computed, table.num_donated, table.num_tokens - 1)
         num_full, rest = divmod(num_tokens, self.block_size)
@@ -233,16 +248,18 @@ class KVManager:
         Returns the ids of the blocks now in the table, or None if short.
         """
         assert not table.blocks, "admitted twice"
-        num_all = self.blocks_for(table.num_tokens) - len(hit.blocks)
-        if num_all + hit.num_free + reserve > self.pool.num_free_blocks:
-            return None
         num_tokens = hit.num_cached_tokens + num_new_tokens
         assert num_tokens <= table.num_tokens, (num_tokens, table.num_tokens)
+        num_first = self.blocks_for(num_tokens) - len(hit.blocks)
+        num_all = self._at_once(self.blocks_for(table.num_tokens) - len(hit.blocks))
+        num_all = max(num_first, num_all)
+        if num_all + hit.num_free + reserve > self.pool.num_free_blocks:
+            return None
         # The hit leaves the free list before anything is taken from it, so that
         # allocation can't evict it.
         self.pool.touch(hit.blocks)
         sources = self._pin(table, hit)
-        fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(hit.blocks))
+        fresh = self.pool.allocate(num_first)
         assert fresh is not None, (num_all, hit.num_free, self.pool.num_free_blocks)
         table.blocks.extend(hit.blocks)
         for index, host_id in zip(hit.restores, sources, strict=True):
@@ -271,17 +288,23 @@ class KVManager:
         assert parent not in self._copies, "a copy of what is yet to be copied"
         assert num_tokens <= parent.capacity, (num_tokens, parent.capacity)
         num_full, rest = divmod(num_tokens, self.block_size)
+        num_reclaimed = parent.num_reclaimed
+        if num_reclaimed:
+            assert self.window is not None
+            first_seen = num_tokens + 1 - self.window.num_tokens
+            assert num_reclaimed * self.block_size <= first_seen, (num_reclaimed, num_tokens)
         fresh = self.pool.allocate(1 if rest else 0)
         if fresh is None:
             return None
         shared = parent.blocks[:num_full]
-        self.pool.touch(shared)
+        self.pool.touch(shared[num_reclaimed:])
         child.blocks.extend(shared)
         child.blocks.extend(fresh)
         child.capacity = len(child.blocks) * self.block_size
         child.num_computed = num_full * self.block_size
         # Those that are not, the parent will register.
         child.num_registered = num_full
+        child.num_reclaimed = num_reclaimed
         child.cache_generation = parent.cache_generation
         child.hashes.adopt(parent.hashes, num_full)
         self._tables.add(child)
@@ -380,15 +403,28 @@ class KVManager:
             for index in range(table.num_registered, num_full):
                 self.pool.register(table.blocks[index], hashes[index])
         table.num_registered = num_full
+        if self.window is not None:
+            self._reclaim(table, self.window.num_unseen_blocks(table, self.block_size))
+
+    def _reclaim(self, table: BlockTable, num_blocks: int) -> None:
+        """Gives back the leading num_blocks, of which the cache keeps what it can."""
+        start = table.num_reclaimed
+        if num_blocks <= start:
+            return
+        unseen = table.blocks[start:num_blocks]
+        table.blocks[start:num_blocks] = [self.pool.null_block] * len(unseen)
+        table.num_reclaimed = num_blocks
+        self.pool.release(reversed(unseen))
 
     def free(self, table: BlockTable) -> None:
         """Gives back all blocks, tail first. A table without blocks is fine."""
         self._release_copy(table)
-        self.pool.release(reversed(table.blocks))
+        self.pool.release(reversed(table.blocks[table.num_reclaimed :]))
         table.blocks.clear()
         table.capacity = 0
         table.num_computed = 0
         table.num_registered = 0
+        table.num_reclaimed = 0
         self._tables.discard(table)
 
     def reset_prefix_cache(self) -> int:
@@ -405,7 +441,13 @@ class KVManager:
         """Compares tables and pool. O(num_blocks). Raises IntegrityError."""
         held: Counter[int] = Counter(source.block_id for source, _ in self._copies.values())
         for table in self._tables:
-            held.update(table.block_ids())
+            block_ids, num_reclaimed = table.block_ids(), table.num_reclaimed
+            held.update(block_ids[num_reclaimed:])
+            if any(block_ids[:num_reclaimed]) or num_reclaimed > table.num_registered:
+                raise IntegrityError(
+                    f"{num_reclaimed} blocks are given back of {table.num_registered} that are "
+                    f"registered: {block_ids}"
+                )
             if table.capacity != len(table.blocks) * self.block_size:
                 raise IntegrityError(
                     f"a table of {len(table.blocks)} blocks says it holds {table.capacity} tokens"

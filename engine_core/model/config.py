@@ -113,6 +113,12 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def window(self) -> int | None:
+        """Tokens that any layer sees at most; None if one of them sees all."""
+        windows = [layer.window for layer in self.layers]
+        return None if None in windows else max(filter(None, windows), default=None)
+
+    @property
     def has_experts(self) -> bool:
         return any(layer.experts is not None for layer in self.layers)
 

@@ -342,8 +342,7 @@ class Scheduler:
 
     def _owed(self, request: Request) -> int:
         """Blocks that its known ids, and the beams to come, will take beyond those it has."""
-        num_blocks = self.kv_manager.blocks_for(request.num_tokens) - len(request.table.blocks)
-        return num_blocks + _num_forks(request)
+        return self.kv_manager.blocks_ahead(request.table) + _num_forks(request)
 
     def _watermark(self) -> int:
         """Blocks that an admission leaves free, so that it does not force a

@@ -33,9 +33,12 @@ def attention(
         start, end = starts[row], starts[row + 1]
         if start == end or seq_len == 0:
             continue
-        # [seq_len, Hq, D]
-        keys = _context(k_cache, batch.block_table[row], seq_len, group).to(compute)
-        values = _context(v_cache, batch.block_table[row], seq_len, group).to(compute)
+        # What lies before every token's window is not read: it may be anything.
+        first = 0 if window is None else max(0, seq_len - (end - start) + 1 - window)
+        # [seq_len - first, Hq, D]
+        table = batch.block_table[row]
+        keys = _context(k_cache, table, first, seq_len, group).to(compute)
+        values = _context(v_cache, table, first, seq_len, group).to(compute)
         if k_scale is not None and v_scale is not None:
             keys *= k_scale.to(compute).repeat_interleave(group).unsqueeze(1)
             values *= v_scale.to(compute).repeat_interleave(group).unsqueeze(1)
@@ -44,7 +47,7 @@ def attention(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         # Token i of the chunk is at absolute position seq_len - query_len + i.
         positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)
-        seen = torch.arange(seq_len, device=q.device)
+        seen = torch.arange(first, seq_len, device=q.device)
         hidden = seen > positions.unsqueeze(1)
         if window is not None:
             hidden |= seen <= positions.unsqueeze(1) - window
@@ -54,10 +57,11 @@ def attention(
 
 
 def _context(
-    cache: torch.Tensor, block_ids: torch.Tensor, seq_len: int, group: int
+    cache: torch.Tensor, block_ids: torch.Tensor, first: int, end: int, group: int
 ) -> torch.Tensor:
-    """cache [N, B, Hk, D] -> the sequence's first seq_len tokens, [seq_len, Hk * group, D]."""
+    """cache [N, B, Hk, D] -> the sequence's tokens [first, end), [end - first, Hk * group, D]."""
     block_size = cache.shape[1]
-    num_blocks = -(-seq_len // block_size)
-    blocks = cache[block_ids[:num_blocks].long()]
-    return blocks.flatten(0, 1)[:seq_len].repeat_interleave(group, dim=1)
+    first_block = first // block_size
+    blocks = cache[block_ids[first_block : -(-end // block_size)].long()]
+    start = first_block * block_size
+    return blocks.flatten(0, 1)[first - start : end - start].repeat_interleave(group, dim=1)

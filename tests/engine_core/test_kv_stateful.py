@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from engine_core.kv.hashing import BlockHashes
 from engine_core.kv.manager import KVManager
+from engine_core.kv.window import KVWindow
 
 if TYPE_CHECKING:
     from engine_core.kv.block_table import BlockTable
@@ -112,12 +113,16 @@ class KVMachine(RuleBasedStateMachine):
         one.history.append(added)
         self.compute(one, end)
 
+    def least_fork(self, one: Live) -> int:
+        """Tokens that a fork shares at least: all that its next one sees is still held."""
+        return 0
+
     @rule(target=live, one=live, share=st.floats(0, 1), last=st.integers(0, 1))
     def fork(self, one: Live, share: float, last: int) -> object:
         """Another sequence goes on from what is computed of this one."""
         if one.table in self.manager._copies:
             self.run_copies()
-        num_tokens = int(one.computed * share)
+        num_tokens = max(self.least_fork(one), int(one.computed * share))
         token_ids = array("i", [*one.table.token_ids[:num_tokens], last])
         twin = Live(self.manager.new_table(token_ids, one.salt), one.salt, computed=num_tokens)
         before = self.state()
@@ -195,13 +200,17 @@ class KVMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         assert self.manager.num_tables == len(self.held)
 
+    def first_seen(self, one: Live) -> int:
+        """The first position that its next token sees."""
+        return 0
+
     @invariant()
     def every_sequence_reads_its_own_kv(self) -> None:
         # What is yet to be copied is still to be read where it comes from.
         read_at = {dst.block_id: src.block_id for src, dst in self.manager._copies.values()}
         for one in self.held:
             ids = tuple(one.table.token_ids)
-            for position in range(one.computed):
+            for position in range(self.first_seen(one), one.computed):
                 block, offset = divmod(position, self.size)
                 block_id = one.table.blocks[block].block_id
                 slot = (read_at.get(block_id, block_id), offset)
@@ -210,7 +219,12 @@ class KVMachine(RuleBasedStateMachine):
     @invariant()
     def tables_are_append_only(self) -> None:
         for one in self.held:
-            assert one.table.block_ids() == tuple(i for part in one.history for i in part)
+            taken = tuple(i for part in one.history for i in part)
+            num_reclaimed = one.table.num_reclaimed
+            assert one.table.block_ids()[num_reclaimed:] == taken[num_reclaimed:]
+            assert not any(one.table.block_ids()[:num_reclaimed])
+            # Whole blocks only, that no later token sees.
+            assert num_reclaimed * self.size <= self.first_seen(one)
 
     @invariant()
     def hashes_name_what_blocks_hold(self) -> None:
@@ -229,6 +243,8 @@ class KVMachine(RuleBasedStateMachine):
         for one in self.held:
             ids = tuple(one.table.token_ids)
             for index, block_id in enumerate(one.table.block_ids()):
+                if index < one.table.num_reclaimed:
+                    continue
                 end = (index + 1) * self.size
                 mine = (one.salt, ids[:end])
                 if block_id in owners:
@@ -244,11 +260,35 @@ class KVMachine(RuleBasedStateMachine):
             self.manager.check_all_free()
 
 
-TestKVMachine = KVMachine.TestCase
-TestKVMachine.settings = settings(
+class WindowedKVMachine(KVMachine):
+    """Every layer has a window, so leading blocks are given back."""
+
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        window=st.integers(1, 8),
+    )
+    def build(self, num_blocks: int, block_size: int, window: int) -> None:
+        super().build(num_blocks, block_size)
+        self.manager.window = KVWindow(window, max_chunk=14)
+        self.window = window
+
+    def first_seen(self, one: Live) -> int:
+        return max(0, one.computed + 1 - self.window)
+
+    def least_fork(self, one: Live) -> int:
+        num_reclaimed = one.table.num_reclaimed
+        return num_reclaimed * self.size + self.window - 1 if num_reclaimed else 0
+
+
+MACHINE_SETTINGS = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,
 )
+TestKVMachine = KVMachine.TestCase
+TestKVMachine.settings = MACHINE_SETTINGS
+TestWindowedKVMachine = WindowedKVMachine.TestCase
+TestWindowedKVMachine.settings = settings(MACHINE_SETTINGS, max_examples=60)

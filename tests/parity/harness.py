@@ -13,6 +13,7 @@ from engine_core.device.cpu import CpuDevice
 from engine_core.kv.manager import KVManager
 from engine_core.kv.offload import KVOffload
 from engine_core.kv.restore_policy import RestorePolicy
+from engine_core.kv.window import KVWindow
 from engine_core.model.inputs import ModelInput
 from engine_core.model.loader import load_model, open_model
 from engine_core.parallel.ops import parallel_ops
@@ -75,7 +76,14 @@ class Engine:
             host_kv = HostKV(loaded.device, kv_caches, num_host_blocks)
             # Without costs everything is restored; then what a restore costs decides.
             self.offload = KVOffload(num_host_blocks, RestorePolicy(block_size))
-        self.kv_manager = KVManager(num_blocks, block_size, prefix_caching, self.offload)
+        window = loaded.config.window
+        self.kv_manager = KVManager(
+            num_blocks,
+            block_size,
+            prefix_caching,
+            self.offload,
+            None if window is None else KVWindow(window, max_num_batched_tokens),
+        )
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=max_num_seqs,

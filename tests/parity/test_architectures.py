@@ -85,6 +85,8 @@ def test_chunked_and_cached_tokens_agree(loaded: Loaded, case: Case) -> None:
 def test_batched_and_preempted_tokens_agree(cpu_loaded: Loaded, case: Case) -> None:
     # The longest takes 7 blocks to its end, all together far more than 12.
     engine = Engine(cpu_loaded, num_blocks=13)
+    # If blocks behind it are given back, that is room enough; see test_kv_window.py.
+    engine.kv_manager.window = None
     assert_same_tokens(engine.generate(case.prompts, NUM_TOKENS), case.expected)
     assert engine.core.stats().total_preemptions > 0
 
