@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kernels.ops import BlockStack
+from pagewire.types import SamplingParams
 from tests.parity.harness import Engine, assert_same_tokens, load
-from tests.parity.schedules import Grammars, serve
+from tests.parity.schedules import Asked, Grammars, serve
 from tests.parity.test_architectures import NUM_TOKENS, Case
 from tests.parity.test_mixed_schedules import SPEC, draw_requests
 from tests.support.rank_threads import RankThreads
@@ -190,3 +191,20 @@ def test_codes_give_the_tokens_of_one_rank(
     with RankThreads(path, 2, **options) as ranks, ranks.engine() as engine:
         assert ranks.first.model.quantized_formats == one.model.quantized_formats
         assert_same_tokens(engine.generate(prompts, 24), expected)
+
+
+def test_company_changes_no_bit(mixed: Path, grammars: Grammars) -> None:
+    rng = random.Random(5)
+    params = SamplingParams(max_tokens=12, seed=3, logprobs=2, ignore_eos=True)
+    asked = [
+        Asked([rng.randrange(2, SPEC.vocab_size) for _ in range(rng.randint(1, 60))], params)
+        for _ in range(8)
+    ]
+    with RankThreads(str(mixed), 3, backend="cpu", batch_invariant=True) as ranks:
+        with ranks.engine() as engine:
+            alone = [serve(engine, [one], grammars)[0] for one in asked]
+        small = {"num_blocks": 14, "block_size": 8, "max_num_batched_tokens": 21}
+        with ranks.engine(**small) as engine:
+            together = serve(engine, asked, grammars)
+            assert engine.core.stats().total_preemptions > 0
+    assert [answer.output for answer in together] == [answer.output for answer in alone]
