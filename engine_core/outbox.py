@@ -242,6 +242,8 @@ class Outbox:
         if request_ids:
             # ABORT: the frontend may send them again, as nothing is wrong with them.
             session.send(encode(self._finish_all(request_ids, FinishReason.ABORT)))
+            # This connection may break as well, before that has arrived.
+            session.recently_finished.extend(request_ids)
 
     def _lose_if_broken(self, session: Session) -> None:
         if session.broken is not None:

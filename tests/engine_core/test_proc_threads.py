@@ -12,19 +12,24 @@ import pytest
 import zmq
 
 from engine_core.doorbell import Doorbell
+from engine_core.events import Lost, Opened
 from engine_core.inbox import Inbox
+from engine_core.outbox import Outbox
 from engine_core.progress import report_progress
 from engine_core.session import Session
 from pagewire.errors import ConfigError
-from pagewire.wire.messages import PROTOCOL_VERSION, Hello
+from pagewire.types import FinishReason
+from pagewire.wire.codec import decode_output
+from pagewire.wire.messages import PROTOCOL_VERSION, Hello, StepOutput
 from pagewire.wire.sockets import bind_commands, bind_outputs, bound_endpoint
+from tests.support.engine_process import make_core, make_limits, make_ready
 from tests.support.wire_client import WireClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -126,6 +131,30 @@ def test_a_session_knows_when_its_connection_is_gone(context: zmq.Context[Any]) 
     assert session.broken == "its connection is gone"
     assert not session.answers(endpoint)
     session.close()
+
+
+def test_what_a_session_owed_is_told_by_the_next_that_lives(context: zmq.Context[Any]) -> None:
+    """The one between them broke before anybody had read what it said."""
+    core = make_core(make_limits(), runner=None)
+    events: SimpleQueue[Any] = SimpleQueue()
+    outbox = Outbox(context, events, make_ready(make_limits(), core.epoch), core.stats())
+    outbox.start()
+    pulls = [bind_outputs(context, "tcp://127.0.0.1:0") for _ in range(3)]
+    for pull in pulls:
+        outbox.open(7, bound_endpoint(pull))
+        assert events.get(timeout=WAIT_S) == Opened(7)
+        # Ready, or the finish of what was lost.
+        assert pull.poll(1000 * WAIT_S)
+        if pull is pulls[0]:
+            outbox.expect(7, 1)
+        if pull is not pulls[-1]:
+            pull.close(0)
+            assert events.get(timeout=WAIT_S) == Lost(7)
+    told = decode_output(pulls[-1].recv_multipart())
+    assert isinstance(told, StepOutput)
+    assert [(end.request_id, end.reason) for end in told.finished] == [(1, FinishReason.ABORT)]
+    outbox.finish("over", abort_requests=False)
+    pulls[-1].close(0)
 
 
 def test_a_session_that_nobody_answers_is_given_up(context: zmq.Context[Any]) -> None:
