@@ -51,6 +51,7 @@ TICK_S = 0.25
 MAX_READS = 4
 """Outputs taken in one turn of the loop: an engine that is faster than this process
 must not keep it from writing."""
+OVERSLEPT_S = 3 * TICK_S
 MISSED_HEARTBEAT_S = 2.5
 """Silence after which the frontend asks again (Hello)."""
 LOST_S = 1.5
@@ -124,6 +125,7 @@ class EngineClient:
         self._last_heard = 0.0
         self._last_hello = 0.0
         self._last_ping = 0.0
+        self._ticked_at = clock()
         self._step_moved_at = 0.0
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[int]] = {}
@@ -357,15 +359,19 @@ class EngineClient:
 
     def _tick(self) -> None:
         now = self._clock()
+        limit = self._engine_timeout
+        if self._lost:
+            limit = min(limit, LOST_S)
+            if self.replaceable and now - self._lost_at > REPLACED_S:
+                limit = min(limit, REPLACED_S)
+        if now - self._ticked_at > OVERSLEPT_S:
+            # This process was stopped or starved: what the engine said may be on its way.
+            self._last_heard = max(self._last_heard, now - limit / 2)
+            self._step_moved_at = max(self._step_moved_at, now - self._stall_timeout / 2)
+        self._ticked_at = now
         silence = now - self._last_heard
-        if self.ready is not None:
-            limit = self._engine_timeout
-            if self._lost:
-                limit = min(limit, LOST_S)
-                if self.replaceable and now - self._lost_at > REPLACED_S:
-                    limit = min(limit, REPLACED_S)
-            if silence > limit:
-                self._gone(f"the engine has been silent for {silence:.1f} s")
+        if self.ready is not None and silence > limit:
+            self._gone(f"the engine has been silent for {silence:.1f} s")
         if self.ready is not None:
             self._check_stall(now)
             self._send_aborts()
