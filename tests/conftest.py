@@ -7,6 +7,10 @@ import os
 import hypothesis
 import pytest
 
+# OpenMP's teams spin for each other, and where cores are shared most of the time passes so.
+# Tests that are about threads ask for them; so does the engine, by its flag.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes says more of the machine's load than of our code.
 hypothesis.settings.register_profile(
     "pagewire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

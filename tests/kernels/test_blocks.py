@@ -12,7 +12,7 @@ from kernels.inputs import Maker, attention_batch, cos_sin_table
 from kernels.ops import AttentionBlock, Block, BlockBatch, KVCache, MlpBlock
 from kernels.reference.ops import ReferenceOps
 from kernels.tolerances import assert_within_budget
-from tests.support.cpu_kernels import BACKENDS, VARIANTS, cpu_ops
+from tests.support.cpu_kernels import BACKENDS, VARIANTS, cpu_ops, threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,8 @@ def test_matches_exact_composition(
         reference, make_blocks(reference, sizes, dtype, dtype)
     )
     ops = cpu_ops(backend)
-    actual = make_step(sizes, dtype, *lens).run(ops, make_blocks(ops, sizes, dtype, dtype))
+    with threads(1 if backend == "torch" else 2):
+        actual = make_step(sizes, dtype, *lens).run(ops, make_blocks(ops, sizes, dtype, dtype))
     for name, value in actual.items():
         assert_within_budget(value, exact[name], fair[name], f"{shape} {batch} {name}")
 
@@ -162,14 +163,10 @@ def test_decode_rows_do_not_depend_on_the_batch_or_threads(
     shape, seq_lens = SHAPES["whole-panels"], [40, 3, 17, 33, 1, 64, 20, 9, 12]
     ops = cpu_ops(backend)
     stack = ops.prepare_blocks(make_blocks(ops, shape, dtype, dtype))
-    before = torch.get_num_threads()
     together = make_step(shape, dtype, [1] * len(seq_lens), seq_lens)
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         alone = make_step(shape, dtype, [1] * len(seq_lens), seq_lens)
         ops.run_blocks(stack, together.residual, together.batch, together.kv_caches)
-    finally:
-        torch.set_num_threads(before)
     for row, seq_len in enumerate(seq_lens):
         attention = alone.batch.attention
         batch = BlockBatch(

@@ -23,7 +23,7 @@ from kernels.inputs import (
 )
 from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
-from tests.support.cpu_kernels import VARIANTS, best_cpu_ops, cpu_ops
+from tests.support.cpu_kernels import VARIANTS, best_cpu_ops, cpu_ops, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,16 +35,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(params=VARIANTS)
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return cpu_ops(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restores torch's thread count."""
-    before = torch.get_num_threads()
-    yield None
-    torch.set_num_threads(before)
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    with threads(2):
+        yield cpu_ops(request.param)
 
 
 # Loading
@@ -127,7 +120,7 @@ def test_build_is_idempotent_and_removes_stale_libraries() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("in_features", [63, 576])
 def test_linear_rows_do_not_depend_on_the_batch(
-    ops: Ops, dtype: torch.dtype, in_features: int, threads: None
+    ops: Ops, dtype: torch.dtype, in_features: int
 ) -> None:
     args = linear_args(Maker(dtype), 37, in_features, 131, bias=True)
     weight = ops.prepare_linear(args["weight"], args["bias"])
@@ -139,9 +132,7 @@ def test_linear_rows_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_decode_does_not_depend_on_the_batch_or_threads(
-    ops: Ops, dtype: torch.dtype, threads: None
-) -> None:
+def test_decode_does_not_depend_on_the_batch_or_threads(ops: Ops, dtype: torch.dtype) -> None:
     seq_lens = [700, 1, 513, 512, 40, 1100, 64, 65, 3, 900]
     together = attention_args(Maker(dtype), [1] * 10, seq_lens, 9, 3, 64)
     out = ops.attention(**together)
@@ -156,7 +147,7 @@ def test_decode_does_not_depend_on_the_batch_or_threads(
         assert torch.equal(ops.attention(**alone)[0], out[row])
 
 
-def test_prefill_does_not_depend_on_threads(ops: Ops, threads: None) -> None:
+def test_prefill_does_not_depend_on_threads(ops: Ops) -> None:
     args = attention_args(Maker(F32), [90, 33], [300, 33], 9, 3, 64)
     torch.set_num_threads(2)
     two = ops.attention(**args)

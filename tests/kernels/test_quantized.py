@@ -16,7 +16,7 @@ from kernels.cpu.quantized import ROW_GROUP, CpuQuantizedLinear
 from kernels.quantized import FORMATS, QuantizedTensor, dequantize, quantize_q8_0
 from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
-from tests.support.cpu_kernels import VARIANTS, cpu_ops
+from tests.support.cpu_kernels import VARIANTS, cpu_ops, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,17 +31,11 @@ SHAPES = ((16, 1, 1), (33, 3, 7), (131, 2, 37), (7, 5, 4))
 
 
 @pytest.fixture(params=VARIANTS)
-def ops(request: pytest.FixtureRequest) -> CpuOps:
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     made = cpu_ops(request.param)
     assert isinstance(made, CpuOps)
-    return made
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield None
-    torch.set_num_threads(before)
+    with threads(2):
+        yield made
 
 
 def random_weight(name: str, rows: int, blocks: int, seed: int = 0) -> QuantizedTensor:
@@ -189,7 +183,7 @@ def test_greatest_codes_do_not_saturate(ops: CpuOps, name: str, fill: int) -> No
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_do_not_depend_on_the_batch_or_threads(ops: CpuOps, name: str, threads: None) -> None:
+def test_rows_do_not_depend_on_the_batch_or_threads(ops: CpuOps, name: str) -> None:
     weight, _ = weight_of(name, 75, 2)
     x = torch.randn(53, weight.shape[1], generator=torch.Generator().manual_seed(6)).bfloat16()
     prepared = ops.prepare_quantized_linear([weight], None, BF16)

@@ -12,9 +12,11 @@ import torch
 from kernels.inputs import Row, sampling_batch
 from kernels.reference.philox import uniform
 from kernels.reference.sample import kept_weights
-from tests.support.cpu_kernels import BACKENDS, REFERENCE, cpu_ops
+from tests.support.cpu_kernels import BACKENDS, REFERENCE, cpu_ops, threads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kernels.ops import Ops, SamplingBatch
 
 INF = float("inf")
@@ -41,10 +43,12 @@ ROWS = [
 
 
 @pytest.fixture(params=("reference", *BACKENDS))
-def ops(request: pytest.FixtureRequest) -> Ops:
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     if request.param == "reference":
-        return REFERENCE
-    return cpu_ops(request.param)
+        yield REFERENCE
+        return
+    with threads(1 if request.param == "torch" else 2):
+        yield cpu_ops(request.param)
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from kernels.cpu.ops import CpuOps, TorchCpuOps
 from kernels.reference.ops import ReferenceOps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kernels.ops import Ops
 
 # torch's word for the CPU: collecting tests should not have to build anything.
@@ -37,3 +40,14 @@ def cpu_ops(name: str) -> Ops:
 
 def best_cpu_ops() -> Ops:
     return cpu_ops(VARIANTS[-1])
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many for torch and for the C++ ops, whose pool is their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
