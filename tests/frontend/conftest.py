@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from frontend.engine_client import EngineClient
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 RICH = "grpc-status-details-bin"
 
 
@@ -91,7 +91,7 @@ class Stack:
             "tokenizer_address": self.tokenizer.address,
             "engine_address": engine_address,
             "outputs_bind": "tcp://127.0.0.1:0",
-            "drain_timeout": 5.0,
+            "drain_timeout": WAIT_S,
         }
         self.frontend = Frontend(FrontendConfig(**(values | self._config)))
         await self.frontend.start()

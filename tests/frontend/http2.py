@@ -99,7 +99,7 @@ class Connection:
         return found
 
     async def _read(self) -> None:
-        head = await asyncio.wait_for(self._reader.readexactly(9), 10)
+        head = await asyncio.wait_for(self._reader.readexactly(9), 60)
         length = int.from_bytes(head[:3], "big")
         kind, flags, stream = struct.unpack(">BBI", head[3:])
         frame = Frame(kind, flags, stream, await self._reader.readexactly(length))

@@ -127,11 +127,11 @@ async def status_of(stack: Stack, method: Any, path: str, metadata: Any = None) 
     body, call = b"", None
     try:
         if method.client_streaming:
-            call = channel.stream_stream(path)(iter([body]), timeout=5, metadata=metadata)
+            call = channel.stream_stream(path)(iter([body]), timeout=60, metadata=metadata)
         elif method.server_streaming:
-            call = channel.unary_stream(path)(body, timeout=5, metadata=metadata)
+            call = channel.unary_stream(path)(body, timeout=60, metadata=metadata)
         else:
-            await channel.unary_unary(path)(body, timeout=5, metadata=metadata)
+            await channel.unary_unary(path)(body, timeout=60, metadata=metadata)
         if call is not None:
             await call.read()
     except grpc.aio.AioRpcError as error:
@@ -149,7 +149,7 @@ async def test_no_method_goes_without_a_key(locked: Stack, served: set[str]) -> 
             for metadata in (None, (("authorization", "Bearer pw-wrong"),)):
                 assert await status_of(locked, method, path, metadata) == "UNAUTHENTICATED", path
     unheard_of = locked.channel.unary_unary("/pagewire.v1.NoService/Nothing")
-    assert (await locked.fails(unheard_of(b"", timeout=5))).info.reason == "UNAUTHENTICATED"
+    assert (await locked.fails(unheard_of(b"", timeout=60))).info.reason == "UNAUTHENTICATED"
     exposition = locked.frontend.metrics.exposition().decode()
     assert "NoService" not in exposition
     assert 'pagewire_rpcs_handled_total{code="UNAUTHENTICATED",method="unknown"} 1' in exposition
@@ -163,7 +163,7 @@ async def test_a_refused_call_costs_nothing_and_says_why(locked: Stack, keys: Ke
     assert failure.initial == {}  # Trailers-Only
     assert failure.trailing["x-request-id"] == "r-1"
     # Before its message has come.
-    waiting = locked.channel.stream_stream("/pagewire.v1.InferenceService/Generate")(timeout=5)
+    waiting = locked.channel.stream_stream("/pagewire.v1.InferenceService/Generate")(timeout=60)
     assert await waiting.code() is grpc.StatusCode.UNAUTHENTICATED
     two = (*keys.metadata("acme-app"), *keys.metadata("proxy"))
     basic = (("authorization", "Basic YTpi"),)
@@ -203,7 +203,9 @@ async def test_roles_decide_of_methods(locked: Stack, keys: Keys) -> None:
                 allowed = name in needs.get(f"{service}/{method.name}", needs[service])
                 assert (code != "PERMISSION_DENIED") == allowed, (path, name)
                 assert code != "UNAUTHENTICATED"
-    drain = locked.admin.Drain(admin_pb2.DrainRequest(), metadata=keys.metadata("proxy"), timeout=5)
+    drain = locked.admin.Drain(
+        admin_pb2.DrainRequest(), metadata=keys.metadata("proxy"), timeout=60
+    )
     failure = await locked.fails(drain)
     assert (failure.code.name, failure.info.reason) == ("PERMISSION_DENIED",) * 2
     assert failure.message == "this key has not the role admin"
@@ -317,7 +319,7 @@ async def test_another_tenants_request_is_none(make_stack: Callable[..., Any], k
     cancel = inference_pb2.CancelRequest(request_id="r")
     resume = {"request_id": "r", "resume_from": inference_pb2.ResumePoint()}
     for attempt in (
-        lambda: stack.inference.Cancel(cancel, metadata=rival, timeout=5),
+        lambda: stack.inference.Cancel(cancel, metadata=rival, timeout=60),
         lambda: stack.open(**resume, metadata=rival),
     ):
         assert (await stack.fails(attempt())).code is grpc.StatusCode.NOT_FOUND
@@ -325,11 +327,11 @@ async def test_another_tenants_request_is_none(make_stack: Callable[..., Any], k
     held = stack.frontend.resumables._held["r"]
     await stack.until(lambda: held.reader is None)
     for attempt in (
-        lambda: stack.inference.Cancel(cancel, metadata=rival, timeout=5),
+        lambda: stack.inference.Cancel(cancel, metadata=rival, timeout=60),
         lambda: stack.open(**resume, metadata=rival),
     ):
         assert (await stack.fails(attempt())).code is grpc.StatusCode.NOT_FOUND
-    await stack.inference.Cancel(cancel, metadata=mine, timeout=5)
+    await stack.inference.Cancel(cancel, metadata=mine, timeout=60)
 
 
 async def test_keys_come_and_go_without_a_restart(
@@ -339,16 +341,16 @@ async def test_keys_come_and_go_without_a_restart(
     keys.add("late", "late")
     call = locked.models.ListModels
     assert watched.look()
-    await call(model_pb2.ListModelsRequest(), metadata=keys.metadata("late"), timeout=5)
+    await call(model_pb2.ListModelsRequest(), metadata=keys.metadata("late"), timeout=60)
     keys.path.write_text(keys.lines[-1] + "\nnonsense")
     assert not watched.look()
     assert "line 2: expected name:tenant:sha256hex[:roles]" in caplog.text
-    await call(model_pb2.ListModelsRequest(), metadata=keys.metadata("proxy"), timeout=5)
+    await call(model_pb2.ListModelsRequest(), metadata=keys.metadata("proxy"), timeout=60)
     keys.path.unlink()
     assert not watched.look()
     keys.path.write_text(keys.lines[-1])
     assert watched.look()
-    gone = call(model_pb2.ListModelsRequest(), metadata=keys.metadata("proxy"), timeout=5)
+    gone = call(model_pb2.ListModelsRequest(), metadata=keys.metadata("proxy"), timeout=60)
     assert (await locked.fails(gone)).code is grpc.StatusCode.UNAUTHENTICATED
 
 

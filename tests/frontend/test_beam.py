@@ -105,7 +105,7 @@ async def test_a_stream_sends_each_sequence_once_and_whole(manual: Stack) -> Non
 async def test_unary_with_logprobs_and_the_stop_string_kept(manual: Stack) -> None:
     params = sampling(n=2, stop=["k b"], include_stop_str_in_output=True, logprobs=2)
     request = inference_pb2.GenerateRequest(prompt="hello", sampling_params=params)
-    call = manual.inference.Generate(request, timeout=10)
+    call = manual.inference.Generate(request, timeout=60)
     add = await add_of(manual)
     told = [tuple(fake_position(t, i, 2) for i, t in enumerate(text)) for text in (b"ok b", b"no")]
     manual.engine.end_search(

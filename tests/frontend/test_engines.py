@@ -63,7 +63,7 @@ async def finish(stack: SeveralEngines, *readers: Reader) -> None:
 
 def drain(stack: SeveralEngines, index: int, **fields: Any) -> Any:
     request = admin_pb2.DrainRequest(engine=stack.engines[index].address, **fields)
-    return stack.admin.Drain(request, timeout=10)
+    return stack.admin.Drain(request, timeout=60)
 
 
 async def test_requests_spread_and_a_dead_engines_go_on_elsewhere(
@@ -254,7 +254,7 @@ async def test_an_engine_out_of_reach_is_told_to_forget(
     for _ in range(3):
         engine.step()  # dropped: these belong to nobody
     engine.silent = False
-    await engine.wait_for(lambda: len(engine.aborted) == len(left), limit_s=10)
+    await engine.wait_for(lambda: len(engine.aborted) == len(left))
     assert sorted(engine.aborted) == sorted(request.id for request in left)
     await finish(stack, *readers)
     assert [r.ids for r in readers] == [undisturbed(prompt(i), 6) for i in range(8)]
@@ -280,7 +280,7 @@ async def test_what_an_engine_gives_back_goes_to_another(
 async def test_a_stalled_engine_gets_nothing_new(
     make_several: Callable[..., SeveralEngines],
 ) -> None:
-    stack = await make_several({}, {"heartbeat_s": 0.05}, config={"stall_timeout": 0.3})
+    stack = await make_several({}, {"heartbeat_s": 0.05}, config={"stall_timeout": 1.0})
     readers = [Reader(open_stream(stack, prompt(i), 6)) for i in range(8)]
     await stack.wait_requests(8)
     while not stack.links[0].stalled:

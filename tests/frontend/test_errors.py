@@ -132,7 +132,7 @@ async def test_invalid_fields_are_named(small: Stack) -> None:
             (small.inference.Generate, inference_pb2.GenerateRequest),
             (small.inference.GenerateStream, inference_pb2.GenerateStreamRequest),
         ):
-            failure = await small.fails(method(message(**fields), timeout=5))
+            failure = await small.fails(method(message(**fields), timeout=60))
             assert failure.code is grpc.StatusCode.INVALID_ARGUMENT, name
             assert failure.fields == [field], name
             check_rejection(failure, "INVALID_ARGUMENT", field)

@@ -91,13 +91,13 @@ async def one(stack: Stack, service: Any, method: Any, body: bytes) -> grpc.Stat
     path = f"/{service.full_name}/{method.name}"
     try:
         if method.client_streaming:
-            async for _ in channel.stream_stream(path)(iter([body]), timeout=20):
+            async for _ in channel.stream_stream(path)(iter([body]), timeout=60):
                 pass
         elif method.server_streaming:
-            async for _ in channel.unary_stream(path)(body, timeout=20):
+            async for _ in channel.unary_stream(path)(body, timeout=60):
                 pass
         else:
-            await channel.unary_unary(path)(body, timeout=20)
+            await channel.unary_unary(path)(body, timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK

@@ -37,18 +37,18 @@ async def test_bodies_that_are_no_messages_leave_no_trace(
 ) -> None:
     channel = stack.channel
     calls = [
-        channel.unary_unary(HEALTH + "Check")(NO_MESSAGE, timeout=5),
-        channel.unary_unary(HEALTH + "List")(NO_MESSAGE, timeout=5),
-        channel.unary_stream(HEALTH + "Watch")(NO_MESSAGE, timeout=5),
-        channel.stream_stream(REFLECTION.format(""))(iter([NO_MESSAGE]), timeout=5),
-        channel.stream_stream(REFLECTION.format("alpha"))(iter([NO_MESSAGE]), timeout=5),
+        channel.unary_unary(HEALTH + "Check")(NO_MESSAGE, timeout=60),
+        channel.unary_unary(HEALTH + "List")(NO_MESSAGE, timeout=60),
+        channel.unary_stream(HEALTH + "Watch")(NO_MESSAGE, timeout=60),
+        channel.stream_stream(REFLECTION.format(""))(iter([NO_MESSAGE]), timeout=60),
+        channel.stream_stream(REFLECTION.format("alpha"))(iter([NO_MESSAGE]), timeout=60),
     ]
     for call in calls:
         failure = await stack.fails(call)
         assert failure.code is grpc.StatusCode.INVALID_ARGUMENT
         assert failure.info.reason == "INVALID_REQUEST"
     assert "Traceback" not in caplog.text
-    listed = await channel.unary_unary(HEALTH + "List")(b"", timeout=5)
+    listed = await channel.unary_unary(HEALTH + "List")(b"", timeout=60)
     assert b"pagewire.v1.InferenceService" in listed
 
 
@@ -68,7 +68,7 @@ class Opener(Connection):
         num_refused = 0
         self._send(Frame(0x6, 0, 0, b"pingpong"))
         while True:
-            head = await asyncio.wait_for(self._reader.readexactly(9), 10)
+            head = await asyncio.wait_for(self._reader.readexactly(9), 60)
             kind, flags, _stream = struct.unpack(">BBI", head[3:])
             payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
             if kind == RST_STREAM:
@@ -98,7 +98,7 @@ async def test_open_calls_are_bounded_over_all_connections(
     monkeypatch.setattr("frontend.server.MIN_OPEN_CALLS", 0)
     stack = await make_stack(auto=False, config={"max_requests": 5})
     opened = stack.channel.stream_stream("/pagewire.v1.InferenceService/Generate")
-    calls = [opened(timeout=20) for _ in range(30)]
+    calls = [opened(timeout=60) for _ in range(30)]
     refused = [asyncio.ensure_future(call.code()) for call in calls]
     await stack.until(lambda: sum(it.done() for it in refused) == 10)
     for it in refused:

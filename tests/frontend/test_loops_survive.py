@@ -37,5 +37,5 @@ async def test_the_detokenize_stream_outlives_a_bug(
     with contextlib.suppress(grpc.RpcError):
         await stack.inference.Generate(_request(), timeout=4)
     await stack.until(lambda: stack.frontend.health.serving)
-    response = await stack.inference.Generate(_request(), timeout=4)
+    response = await stack.inference.Generate(_request(), timeout=60)
     assert response.usage.completion_tokens == 3

@@ -107,7 +107,7 @@ async def test_a_quiet_client_that_pings_is_not_sent_away(manual: Stack) -> None
     # Calls whose prefill takes long, on the same connection.
     raw = channel.unary_stream(STREAM)
     body = inference_pb2.GenerateStreamRequest(prompt="x", sampling_params=tokens(2))
-    calls = [raw(body.SerializeToString(), timeout=20) for _ in range(3)]
+    calls = [raw(body.SerializeToString(), timeout=60) for _ in range(3)]
     await manual.engine.wait_running(3)
     call = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=2.5)
     assert await call.read() == b"\x08\x01"
@@ -191,7 +191,7 @@ async def reflect(stack: Stack, version: str, **query: Any) -> Any:
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )
-    return await method(one(), timeout=10).read()
+    return await method(one(), timeout=60).read()
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

@@ -74,7 +74,7 @@ async def test_a_text_over_three_connections(broken: tuple[Stack, Network]) -> N
 
     def read(client: Client) -> str:
         ask = Ask(prompt="x", sampling={"max_tokens": LENGTH})
-        stream = client.resumable_stream(ask, timeout=20)
+        stream = client.resumable_stream(ask, timeout=60)
         text = ""
         for piece in stream:
             text += piece

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from frontend.replay import _cleared
 from pagewire.v1 import admin_pb2, common_pb2, inference_pb2
 from tests.frontend.several_engines import SeveralEngines
 from tests.frontend.test_replay import hashed, prompt, undisturbed
@@ -16,6 +17,8 @@ from tests.support.fake_tokenizer import FakeTokenizer
 
 if TYPE_CHECKING:
     from random import Random
+
+    from frontend.request import RequestState
 
 OPTIONS: dict[str, Any] = {"step_s": 0.003, "max_num_seqs": 8, "next_token": hashed}
 NUM_CLIENTS = 40
@@ -84,11 +87,17 @@ class Client:
         )
 
 
+def _is_well(state: RequestState) -> bool:
+    return _cleared(state) or not (state.num_deaths or state.num_returns)
+
+
 async def disturb(stack: SeveralEngines, rng: Random) -> None:
     while True:
         await asyncio.sleep(rng.random() * 0.2)
         index = rng.randrange(len(stack.engines))
-        engine = stack.engines[index]
+        engine, link = stack.engines[index], stack.links[index]
+        # Who is struck again before it has gone on is taken for the cause.
+        await stack.until(lambda link=link: all(map(_is_well, link.live.values())))  # type: ignore[misc]
         what = rng.choice(("killed", "dead", "drained", "given back"))
         if what == "given back":
             for engine_id in list(engine.running)[:3]:

@@ -48,7 +48,7 @@ async def grpc_answers(address: str, ca: Pair, client: Pair | None = None) -> bo
     async with grpc.aio.secure_channel(address, credentials, options) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=5
+                health_pb2.HealthCheckRequest(), timeout=60
             )
         except grpc.aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.UNAVAILABLE, error

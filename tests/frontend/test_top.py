@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.frontend.conftest import Stack
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 async def ask(stack: Stack, tenant: str, count: int, max_tokens: int, prompt: str = "abc") -> None:

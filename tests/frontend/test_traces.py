@@ -61,7 +61,7 @@ async def flush(stack: Stack) -> None:
 
 
 async def arrived(stack: Stack, receiver: OtlpReceiver, name: str, count: int = 1) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(receiver.named(name)) < count:
             await flush(stack)
 

@@ -70,7 +70,7 @@ async def server() -> AsyncIterator[SseServer]:
 
 async def ask(server: SseServer, *asks: Ask, **options: Any) -> list[Record]:
     url: str = server.url  # type: ignore[attr-defined]
-    async with OpenAITarget(url, model="m", body=options, timeout=20.0) as target:
+    async with OpenAITarget(url, model="m", body=options, timeout=60.0) as target:
         return await run(target, asks, Load(concurrency=1), random.Random(1))
 
 

@@ -295,7 +295,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def wait_for(self, text: str, within_s: float = 20) -> None:
+    def wait_for(self, text: str, within_s: float = 60) -> None:
         deadline = time.monotonic() + within_s
         while text not in self.shown:
             ready, _, _ = select.select([self._fd], [], [], max(0, deadline - time.monotonic()))

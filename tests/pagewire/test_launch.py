@@ -74,7 +74,7 @@ class Launcher:
         self._directory = directory
         self._events = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._events.bind(("127.0.0.1", 0))
-        self._events.settimeout(20)
+        self._events.settimeout(60)
         self._early: deque[list] = deque()
         self._processes: list[subprocess.Popen[str]] = []
         for room in ROOMS:
@@ -169,7 +169,7 @@ def test_a_signal_stops_the_frontend_first_and_all_cleanly(
     assert sorted(facts["pids"]) == sorted(ROOMS)
     process.send_signal(number)
     assert launcher.order("stop", 3)[0] == "frontend"
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert launcher.runtime_directories() == []
 
@@ -213,7 +213,7 @@ def test_several_engines(launcher: Launcher, tmp_path: Path) -> None:
     os.kill(pids["engine_core.1"], signal.SIGKILL)
     assert launcher.event("engine_core", "start")[2] not in pids.values()
     process.terminate()
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "engine_core.1 was killed by SIGKILL; starting it again at once" in err
 
@@ -224,7 +224,7 @@ def test_a_room_that_cannot_start_ends_the_launcher_with_its_status(
     launcher: Launcher, room: str, status: int
 ) -> None:
     process = launcher.start(**{f"FAKE_{room.upper()}": f"exit {status}"})
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == status
     assert f"{room}: fails on purpose" in err
     assert f"{room} ended with status {status}" in err
@@ -233,17 +233,17 @@ def test_a_room_that_cannot_start_ends_the_launcher_with_its_status(
 
 
 def test_start_timeout_names_the_room_that_is_not_ready(launcher: Launcher) -> None:
-    process = launcher.start("--start-timeout=1", FAKE_ENGINE_CORE="mute")
-    _out, err = process.communicate(timeout=20)
+    process = launcher.start("--start-timeout=6", FAKE_ENGINE_CORE="mute")
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "not ready after 1 s (--start-timeout), still waiting for: engine_core" in err
+    assert "not ready after 6 s (--start-timeout), still waiting for: engine_core" in err
 
 
 def test_a_signal_during_start_ends_it_cleanly(launcher: Launcher) -> None:
     process = launcher.start(FAKE_ENGINE_CORE="mute")
-    launcher.event("engine_core", "start")
+    launcher.order("start", 3)
     process.terminate()
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
 
 
@@ -257,7 +257,7 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(launcher: Launcher) 
     first = launcher.start_ready()
     (left,) = launcher.runtime_directories()
     first.kill()
-    first.wait(timeout=20)
+    first.wait(timeout=60)
     launcher.start_ready()
     assert not left.exists()
     assert len(launcher.runtime_directories()) == 1
@@ -276,7 +276,7 @@ def test_a_room_that_dies_later_is_started_again(launcher: Launcher, room: str) 
     os.kill(first, signal.SIGKILL)
     assert launcher.event(room, "start")[2] != first
     process.terminate()
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert f"{room} was killed by SIGKILL; starting it again at once" in err
 
@@ -293,14 +293,14 @@ def test_a_room_that_served_does_not_wait_for_its_next_start(launcher: Launcher)
         os.kill(pid, signal.SIGKILL)
     launcher.event("engine_core", "start")
     process.terminate()
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert re.findall(r"starting it again (.*)", err) == ["at once"] * 3 + ["in 1 s", "in 2 s"]
 
 
 def test_a_frontend_that_dies_ends_the_server(launcher: Launcher) -> None:
     process = launcher.start_ready()
     os.kill(launcher.event("frontend", "start")[2], signal.SIGKILL)
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "frontend was killed by SIGKILL; stopping the other rooms" in err
 
@@ -310,14 +310,14 @@ def test_a_second_signal_kills(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     launcher.event("frontend", "stop")
     process.send_signal(signal.SIGINT)
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "second signal: killing the rooms" in err
 
 
 def test_socket_addresses_are_the_launchers_own(launcher: Launcher) -> None:
     process = launcher.start("--engine-bind=tcp://127.0.0.1:5557")
-    _out, err = process.communicate(timeout=20)
+    _out, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert err.startswith("pagewire: --engine-bind: ")
     assert len(err.splitlines()) == 1

@@ -158,7 +158,7 @@ class Envoy:
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(10)
+            self._process.wait(60)
 
     def hosts(self) -> dict[int, dict[str, Any]]:
         """By port of the frontend: healthy, and the statistics that Envoy keeps of it."""

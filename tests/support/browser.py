@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from playwright.async_api import Browser
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     "--no-sandbox",  # root has none

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_BLOCKS = 256
 BLOCK_SIZE = 16
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class GatedRunner:

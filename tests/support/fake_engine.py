@@ -168,8 +168,9 @@ class FakeEngine:
     def die(self, reason: str = "out of luck") -> None:
         """A last word; kill() must follow."""
         self._send(Dead(epoch=self.epoch, reason=reason))
+        self.silent = True
 
-    async def wait_for(self, condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Until `condition` holds; it is looked at after every command."""
         async with asyncio.timeout(limit_s):
             while not condition():

@@ -134,7 +134,7 @@ class FakeTokenizer(
     async def close(self) -> None:
         await self._server.stop(None)
 
-    async def wait_for(self, condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         async with asyncio.timeout(limit_s):
             while not condition():
                 self._changed.clear()

@@ -139,7 +139,7 @@ class Api:
         )
         return response
 
-    async def at_rest(self, within_s: float = 30.0) -> admin_pb2.GetStatsResponse:
+    async def at_rest(self, within_s: float = 60.0) -> admin_pb2.GetStatsResponse:
         """The stats once nothing is in flight and every block but the null block is free."""
 
         def idle(stats: admin_pb2.GetStatsResponse) -> bool:
@@ -153,7 +153,7 @@ class Api:
         return await self.eventually(idle, within_s)
 
     async def eventually(
-        self, holds: Callable[[admin_pb2.GetStatsResponse], bool], within_s: float = 30.0
+        self, holds: Callable[[admin_pb2.GetStatsResponse], bool], within_s: float = 60.0
     ) -> admin_pb2.GetStatsResponse:
         """Asks for stats until they hold what is wanted: the API tells of no event."""
         deadline = time.monotonic() + within_s

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HELLO_EVERY_S = 0.5
 PING_EVERY_S = 0.5
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)

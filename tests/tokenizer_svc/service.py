@@ -54,7 +54,7 @@ class Service:
     ) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=60)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
@@ -69,7 +69,7 @@ class Service:
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
