@@ -28,6 +28,8 @@ FLAGS = (
 )
 PROMPTS = [[2 + index, 40, 41, *range(60, 60 + 9 * index)] for index in range(6)]
 MAX_TOKENS = 250
+HEAD_DIM = 32
+"""That kernels of GPUs have too."""
 
 
 async def generate(api: Api, prompt: list[int], started: asyncio.Event) -> list[int]:
@@ -56,11 +58,16 @@ def ranks_of(engine_pid: int) -> list[psutil.Process]:
 
 
 async def test_streams_outlive_a_killed_rank(tmp_path: Path) -> None:
+    await streams_outlive_killed_ranks(tmp_path, FLAGS)
+
+
+async def streams_outlive_killed_ranks(directory: Path, flags: tuple[str, ...]) -> None:
+    """Of an engine of two, with these flags. What is expected is computed by one rank, here."""
     model = write_hf(
-        tmp_path, TinySpec(max_positions=1024, num_heads=8, num_kv_heads=4, head_dim=4)
+        directory, TinySpec(max_positions=1024, num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM)
     )
     expected = Engine(load(str(model), "cpu", 1024)).generate(PROMPTS, MAX_TOKENS)
-    with running_stack(f"--model={model}", *FLAGS) as stack:
+    with running_stack(f"--model={model}", *flags) as stack:
         async with connect(stack) as api:
             seen: list[psutil.Process] = []
             for victim in ("none", "rank 1", "rank 0"):

@@ -9,16 +9,21 @@ import pytest
 from engine_core.device.cpu import CpuDevice, allowed_cores
 from engine_core.engine_builder import build_engine
 from engine_core.parallel.ranks import SoleRank
+from engine_core.sched.plan import NewSeq, SeqStep, StepPlan
 from engine_core.sim_builder import build_simulated
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
 from pagewire.settings import load_config
+from pagewire.types import SamplingParams
+from tests.support.lone_rank import LoneRank
 from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from engine_core.engine_builder import BuiltEngine
 
 
 class Unreached(SoleRank):
@@ -67,3 +72,33 @@ def test_ranks_on_a_cpu_share_its_memory_and_cores() -> None:
         assert torch.get_num_threads() == max(1, allowed_cores() // 64)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_rank_by_itself_is_built_like_one_of_several(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_hf(tmp_path / "model", TinySpec(max_positions=64))),
+        device="cpu",
+        dtype="float32",
+        kv_cache_memory="4MiB",
+        kv_offload_memory="2MiB",
+        max_num_seqs=4,
+        cpu_threads=1,
+    )
+    ranks = LoneRank(config)
+    built = build_engine(config, lambda _stage, _done, _total: None, ranks)
+    try:
+        assert built.ranks is ranks
+        alone = build_engine(config, lambda _stage, _done, _total: None)
+        assert (built.num_blocks, built.max_model_len) == (alone.num_blocks, alone.max_model_len)
+        assert built.num_host_blocks == alone.num_host_blocks > 0
+        assert first_ids(built) == first_ids(alone)
+    finally:
+        ranks.close()
+
+
+def first_ids(built: BuiltEngine) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=4)
+    new = NewSeq(0, tuple(range(2, 30)), 28, params)
+    plans = [StepPlan(1, (), (new,), (SeqStep(0, 0, 28, (1, 2, 3), True),))]
+    plans += [StepPlan(at, (), (), (SeqStep(0, 26 + at, 1, (), True),)) for at in range(2, 9)]
+    return [built.runner.launch(plan).result().token_ids for plan in plans]
