@@ -89,10 +89,7 @@ struct Blocks {
     PreparedRows rows = prepare(w, dtype, x, w.in, batch.tokens, threads);
     if (block.post_norm != nullptr) return add_normed(block, rows);
     product(w, rows, threads, [&](int64_t row, int64_t column, int64_t columns, const float* sums) {
-      T* to = residual + row * hidden + column;
-      int64_t i = 0;
-      for (; i + W <= columns; i += W) store(to + i, load(to + i) + load(sums + i));
-      for (; i < columns; i++) from_float(to_float(to[i]) + sums[i], to + i);
+      add_columns(residual + row * hidden + column, sums, columns);
     });
   }
 

@@ -59,11 +59,30 @@ void product(const PackedWeight& w, const PreparedRows& x, int threads, const Pu
   });
 }
 
+// A row's columns are nearly always a whole panel, which needs no loop.
 template <class T>
-void store_columns(T* to, const float* from, int64_t columns) {
+inline void store_columns(T* to, const float* from, int64_t columns) {
+  if (columns == PANEL) {
+    store(to, load(from));
+    store(to + W, load(from + W));
+    return;
+  }
   int64_t i = 0;
   for (; i + W <= columns; i += W) store(to + i, load(from + i));
   for (; i < columns; i++) from_float(from[i], to + i);
+}
+
+// to += from
+template <class T>
+inline void add_columns(T* to, const float* from, int64_t columns) {
+  if (columns == PANEL) {
+    store(to, load(to) + load(from));
+    store(to + W, load(to + W) + load(from + W));
+    return;
+  }
+  int64_t i = 0;
+  for (; i + W <= columns; i += W) store(to + i, load(to + i) + load(from + i));
+  for (; i < columns; i++) from_float(to_float(to[i]) + from[i], to + i);
 }
 
 }  // namespace pagewire

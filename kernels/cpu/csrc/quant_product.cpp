@@ -16,6 +16,7 @@ namespace quant {
 namespace {
 
 constexpr int ROWS = W == 16 ? 16 : 4;  // of a register tile
+constexpr int ABREAST = 8;              // rows whose sums of bytes grow in turn
 constexpr int64_t AHEAD = 4096;         // bytes between a code and what is fetched meanwhile
 constexpr int32_t LEAST_OFFSET = 8;     // of the formats that have one; the others' are multiples
 
@@ -30,8 +31,12 @@ struct PreparedBlock {
 
 #if defined(__AVX512VNNI__)
 #define PAGEWIRE_BYTE_DOTS
-#elif defined(__AVX2__)
+constexpr bool BYTE_DOTS = true;
+#else
+constexpr bool BYTE_DOTS = false;
+#if defined(__AVX2__)
 #define PAGEWIRE_BYTE_PAIRS
+#endif
 #endif
 
 typedef int16_t vs __attribute__((vector_size(4 * W)));
@@ -129,6 +134,45 @@ inline vf dot_block(const vi (&codes)[8], const int8_t* x, int32_t start) {
 #endif
 }
 
+// Adds a block's products with ABREAST rows to acc, four features of all rows at a time: the sums of
+// one row alone wait for each other, and the scheduler does not hold enough rows to hide it. Fewer
+// rows go one after the other, since their weights come from memory.
+template <class F>
+inline void add_abreast(const vi (&codes)[8], const Scales& s, const char* x, int64_t row_bytes,
+                        vf* acc) {
+  const PreparedBlock* rows[ABREAST];
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < ABREAST; m++)
+    rows[m] = reinterpret_cast<const PreparedBlock*>(x + m * row_bytes);
+  constexpr int STEPS = 8 / F::HALVES;
+  PAGEWIRE_UNROLL
+  for (int half = 0; half < F::HALVES; half++) {
+    vi sums[ABREAST] = {};
+    if constexpr (F::OFFSET > 0) {
+      PAGEWIRE_UNROLL
+      for (int m = 0; m < ABREAST; m++) {
+        int32_t start = F::HALVES == 1 ? rows[m]->start
+                        : half == 0    ? rows[m]->start_half
+                                       : rows[m]->start - rows[m]->start_half;
+        sums[m] = splat_int(start) * (F::OFFSET / LEAST_OFFSET);
+      }
+    }
+    PAGEWIRE_UNROLL
+    for (int j = half * STEPS; j < (half + 1) * STEPS; j++) {
+      PAGEWIRE_UNROLL
+      for (int m = 0; m < ABREAST; m++)
+        sums[m] = dot4(sums[m], codes[j], broadcast4(rows[m]->codes + 4 * j));
+    }
+    PAGEWIRE_UNROLL
+    for (int m = 0; m < ABREAST; m++)
+      acc[m] += to_floats(sums[m]) * (s.scale[half] * rows[m]->scale);
+  }
+  if constexpr (F::HAS_MIN) {
+    PAGEWIRE_UNROLL
+    for (int m = 0; m < ABREAST; m++) acc[m] += s.min * rows[m]->scaled_sum;
+  }
+}
+
 // sums[m * PANEL] of W rows of the weight, the first of which is `first` of the group, for M
 // prepared rows.
 template <class F, int M>
@@ -148,6 +192,14 @@ __attribute__((noinline)) void tile(const uint8_t* group, int64_t first, int64_t
     vi codes[8];
     F::unpack(codes_at, codes);
     Scales s = F::load_block(group, b, first);
+    if constexpr (BYTE_DOTS && M == ROWS) {
+      PAGEWIRE_UNROLL
+      for (int m = 0; m < M; m += ABREAST)
+        add_abreast<F>(codes, s, xs + m * row_bytes, row_bytes, acc + m);
+      codes_at += F::BYTES;
+      xs += sizeof(PreparedBlock);
+      continue;
+    }
     PAGEWIRE_UNROLL
     for (int m = 0; m < M; m++) {
       const PreparedBlock& block = *reinterpret_cast<const PreparedBlock*>(xs + m * row_bytes);
@@ -181,29 +233,47 @@ void tiles(const uint8_t* group, int64_t first, int64_t blocks, const char* x, i
       tiles<F, M / 2>(group, first, blocks, x + r * row_bytes, row_bytes, rows - r, sums + r * PANEL);
 }
 
+typedef int8_t vb __attribute__((vector_size(W)));
+
+inline int32_t sum_bytes(vb bytes) {
+#if defined(__AVX2__)
+  __m128i all{};
+  std::memcpy(&all, &bytes, sizeof bytes);
+  // As unsigned bytes, 128 more each, which are summed eight at a time.
+  __m128i eights = _mm_sad_epu8(_mm_xor_si128(all, _mm_set1_epi8(-128)), __m128i{});
+  return _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_srli_si128(eights, 8))) - 16 * 128;
+#else
+  int32_t total = 0;
+  for (int i = 0; i < W; i++) total += bytes[i];
+  return total;
+#endif
+}
+
 template <class T>
 void prepare_block(const T* x, PreparedBlock& to) {
-  vf values[BLOCK / W], peak = {}, strange = {};
+  vf values[BLOCK / W];
+  vi peaks = {};
   PAGEWIRE_UNROLL
   for (int i = 0; i < BLOCK / W; i++) {
     values[i] = load(x + i * W);
-    peak = max(peak, max(values[i], -values[i]));
-    strange += values[i] - values[i];  // NaN where a value is not finite
+    vi magnitude = bits_as<vi>(values[i]) & 0x7fffffff;  // ordered as the floats are, then inf, NaN
+    peaks = peaks > magnitude ? peaks : magnitude;
   }
-  float most = max_lane(peak), scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+  float most = bits_as<float>(max_lane(peaks));
+  float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
   if (!(inverse < INF)) scale = inverse = 0.0f;  // so tiny that its inverse overflows
+  if (!(most < INF)) scale = std::numeric_limits<float>::quiet_NaN();
   int32_t sums[2] = {};
   PAGEWIRE_UNROLL
   for (int i = 0; i < BLOCK / W; i++) {
-    typedef int8_t bytes __attribute__((vector_size(W)));
     vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     vi rounded = bits_as<vi>(values[i] * inverse + magic) - bits_as<vi>(magic);
-    bytes narrow = __builtin_convertvector(rounded, bytes);
+    vb narrow = __builtin_convertvector(rounded, vb);
     std::memcpy(to.codes + i * W, &narrow, sizeof narrow);
-    sums[i * W / (BLOCK / 2)] += int32_t(sum(to_floats(rounded)));
+    sums[i * W / (BLOCK / 2)] += sum_bytes(narrow);
   }
-  to.scale = scale + sum(strange);
-  to.scaled_sum = to.scale * float(sums[0] + sums[1]);
+  to.scale = scale;
+  to.scaled_sum = scale * float(sums[0] + sums[1]);
   to.start_half = -LEAST_OFFSET * sums[0];
   to.start = -LEAST_OFFSET * (sums[0] + sums[1]);
 }
