@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from engine_core.sched.intake import FindUnsupported
     from engine_core.sched.plan import StepPlan
     from engine_core.sched.scheduler import Scheduler, StepOutcome
-    from pagewire.wire.messages import Add, Beam
+    from pagewire.wire.messages import (
+        AdapterInfo,
+        AdapterReply,
+        Add,
+        Beam,
+        LoadAdapter,
+        UnloadAdapter,
+    )
 
 _DEAD_END = (
     "structured_output, allowed_token_ids, bad_words and min_tokens together leave no token to draw"
@@ -228,6 +235,13 @@ class EngineCore:
     def reset_prefix_cache(self) -> int:
         """Forgets all cached prefixes; returns how many blocks could have been hit."""
         return self._scheduler.kv_manager.reset_prefix_cache()
+
+    def change_adapters(self, command: LoadAdapter | UnloadAdapter) -> AdapterReply:
+        """Never raises. A step that runs has read what it needs, or will before the change."""
+        return self._adapters.apply(command)
+
+    def adapter_infos(self) -> tuple[AdapterInfo, ...]:
+        return self._adapters.infos()
 
     def has_work(self) -> bool:
         """Whether step() has something to compute or to tell."""

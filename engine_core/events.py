@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagewire.wire.messages import Abort, Add, ResetPrefixCache
+    from pagewire.wire.messages import Abort, Add, LoadAdapter, ResetPrefixCache, UnloadAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Received:
     """A command from a frontend with a session."""
 
     frontend_id: int
-    command: Add | Abort | ResetPrefixCache
+    command: Add | Abort | ResetPrefixCache | LoadAdapter | UnloadAdapter
     received_at: float
     """Monotonic seconds."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from engine_core.doorbell import Doorbell
@@ -21,12 +22,12 @@ from engine_core.session import Session
 from pagewire.errors import ConfigError
 from pagewire.types import FinishReason
 from pagewire.wire.codec import encode
-from pagewire.wire.messages import Dead, Finished, Heartbeat, StepOutput
+from pagewire.wire.messages import AdapterList, Dead, Finished, Heartbeat, StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pagewire.wire.messages import Output, Ready, StepStats
+    from pagewire.wire.messages import AdapterInfo, Output, Ready, StepStats
 
 _log = logging.getLogger(__name__)
 
@@ -60,12 +61,17 @@ class _Send:
 
 
 @dataclass(frozen=True, slots=True)
+class _SetAdapters:
+    adapters: tuple[AdapterInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Finish:
     last_word: str
     abort_requests: bool
 
 
-_Task = _Open | _Close | _Expect | _Send | _Finish
+_Task = _Open | _Close | _Expect | _Send | _SetAdapters | _Finish
 
 
 class Outbox:
@@ -141,6 +147,10 @@ class Outbox:
         """What the next heartbeat says."""
         self._pulse = (step, stats)
 
+    def set_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        """Tells every frontend, now and with each Ready from here on."""
+        self._put(_SetAdapters(adapters))
+
     def finish(self, last_word: str, *, abort_requests: bool) -> None:
         """Sends ABORT for all that is unfinished (if asked) and Dead, flushes for
         at most a second, and ends the thread."""
@@ -200,6 +210,8 @@ class Outbox:
                     self._open(task)
                 case _Close():
                     self._lose(task.frontend_id, task.reason)
+                case _SetAdapters():
+                    self._set_adapters(task.adapters)
                 case _Finish():
                     self._say_last_words(task)
                     return
@@ -210,6 +222,14 @@ class Outbox:
                 session.owed.discard(finished.request_id)
                 session.recently_finished.append(finished.request_id)
         session.send(encode(message))
+
+    def _set_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        if adapters == self._ready.adapters:
+            return
+        self._ready = msgspec.structs.replace(self._ready, adapters=adapters)
+        frames = encode(AdapterList(self._ready.epoch, adapters))
+        for session in self._sessions.values():
+            session.send(frames)
 
     def _expect(self, task: _Expect) -> None:
         session = self._sessions.get(task.frontend_id)

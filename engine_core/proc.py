@@ -23,14 +23,27 @@ from engine_core.outbox import HEARTBEAT_INTERVAL_S, Outbox
 from engine_core.watchdog import Watchdog
 from pagewire import collector
 from pagewire.wire.codec import unpack_request_ids
-from pagewire.wire.messages import SHUTDOWN, Abort, Add, ResetPrefixCacheReply
+from pagewire.wire.messages import (
+    SHUTDOWN,
+    Abort,
+    Add,
+    LoadAdapter,
+    ResetPrefixCacheReply,
+    UnloadAdapter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import zmq
 
-    from pagewire.wire.messages import Ready, StepOutput, StepStats
+    from pagewire.wire.messages import (
+        AdapterInfo,
+        AdapterReply,
+        Ready,
+        StepOutput,
+        StepStats,
+    )
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +57,8 @@ class Core(Protocol):
     def abort(self, frontend_id: int, request_ids: Sequence[int], received_at: float) -> None: ...
     def drop_frontend(self, frontend_id: int) -> None: ...
     def reset_prefix_cache(self) -> int: ...
+    def change_adapters(self, command: LoadAdapter | UnloadAdapter) -> AdapterReply: ...
+    def adapter_infos(self) -> tuple[AdapterInfo, ...]: ...
     def has_work(self) -> bool: ...
     def step(self, poll: Callable[[], None]) -> dict[int, StepOutput]: ...
     def stats(self) -> StepStats: ...
@@ -181,6 +196,11 @@ class EngineProcess:
         elif isinstance(command, Abort):
             request_ids = unpack_request_ids(command.request_ids)
             self._core.abort(frontend_id, request_ids, event.received_at)
+        elif isinstance(command, LoadAdapter | UnloadAdapter):
+            reply = self._core.change_adapters(command)
+            # First what all are to know, so that whoever gets the reply knows it too.
+            self._outbox.set_adapters(self._core.adapter_infos())
+            self._outbox.send(frontend_id, reply)
         else:
             num_blocks = self._core.reset_prefix_cache()
             _log.info("prefix cache reset, %d blocks forgotten", num_blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from frontend.adapters import load_adapter, survey, unload_adapter
 from frontend.convert import answers, calls
 from frontend.engine_drain import drain_engine, reset_prefix_caches
 from pagewire.v1 import admin_pb2_grpc
@@ -42,3 +43,21 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
         return answers.stats_response(self._dispatcher.stats())
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        side = self._dispatcher.engine_side
+        await load_adapter(side, request.name, request.path)
+        return answers.load_adapter_response(request.name, survey(side))
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        await unload_adapter(self._dispatcher.engine_side, request.name)
+        return answers.unload_adapter_response()
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: Context
+    ) -> admin_pb2.ListAdaptersResponse:
+        return answers.list_adapters_response(survey(self._dispatcher.engine_side))

@@ -64,6 +64,8 @@ RULES = (
     Rule("/tokenize", "tokenize"),
     Rule("/detokenize", "tokenize"),
     Rule("/v1/models", "models"),
+    Rule("/v1/load_lora_adapter", "admin"),
+    Rule("/v1/unload_lora_adapter", "admin"),
     Rule("/v1/", "inference"),
 )
 """The first that fits; paths that none fits are for admins."""

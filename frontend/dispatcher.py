@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from frontend.adapters import adapters_info
 from frontend.admission import Admission
 from frontend.auth import current_principal
 from frontend.bad_words import tokenize_bad_word
@@ -139,6 +140,7 @@ class Dispatcher:
             "Detokenize messages that wait for their answer.",
             lambda: self.text_stream.num_waiting,
         )
+        self._metrics.registry.add(adapters_info(self.engine_side))
 
     async def start(self) -> None:
         """Raises ConfigError or BindError. Waits for nobody."""

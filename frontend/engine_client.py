@@ -25,6 +25,8 @@ from pagewire.wire.messages import (
     PROTOCOL_VERSION,
     SHUTDOWN,
     Abort,
+    AdapterList,
+    AdapterReply,
     Dead,
     Heartbeat,
     Hello,
@@ -40,7 +42,9 @@ from pagewire.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pagewire.wire.messages import Add, Command
+    from pagewire.wire.messages import AdapterInfo, Add, Command
+
+    Reply = ResetPrefixCacheReply | AdapterReply
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,9 @@ class EngineEvents(Protocol):
 
     def engine_stats(self, stats: StepStats) -> None:
         """Between steps, with each heartbeat."""
+
+    def engine_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        """What is loaded has changed."""
 
     def engine_gone(self, reason: str) -> None:
         """The engine died or is out of reach; what it still says will be dropped."""
@@ -128,7 +135,7 @@ class EngineClient:
         self._ticked_at = clock()
         self._step_moved_at = 0.0
         self._unsent_aborts: list[int] = []
-        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_id = 0
         self._refused: str | None = None
 
@@ -213,18 +220,22 @@ class EngineClient:
 
     async def reset_prefix_cache(self) -> int:
         """The number of blocks freed. Raises Unavailable."""
+        reply = await self.call(lambda call_id: ResetPrefixCache(call_id=call_id))
+        assert isinstance(reply, ResetPrefixCacheReply)
+        return reply.num_blocks_freed
+
+    def call(self, make: Callable[[int], Command]) -> asyncio.Future[Reply]:
+        """Sends what make(call_id) makes; its reply, or Unavailable. Raises Unavailable."""
         if self.ready is None:
             raise self.unavailable()
         self._call_id += 1
         call_id = self._call_id
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if not self._send(make(call_id)):
+            raise self.unavailable()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(lambda _: self._calls.pop(call_id, None))
         self._calls[call_id] = reply
-        try:
-            if not self._send(ResetPrefixCache(call_id=call_id)):
-                raise self.unavailable()
-            return await reply
-        finally:
-            self._calls.pop(call_id, None)
+        return reply
 
     # Outgoing.
 
@@ -269,10 +280,10 @@ class EngineClient:
         if isinstance(output, Ready):
             self._receive_ready(output)
             return
-        if isinstance(output, ResetPrefixCacheReply):
+        if isinstance(output, ResetPrefixCacheReply | AdapterReply):
             call = self._calls.get(output.call_id)
             if call is not None and not call.done():
-                call.set_result(output.num_blocks_freed)
+                call.set_result(output)
             return
         if self.ready is None or output.epoch != self.ready.epoch:
             logger.debug("dropped an output of the stale epoch %d", output.epoch)
@@ -284,6 +295,8 @@ class EngineClient:
         elif isinstance(output, Heartbeat):
             self._note_step(output.step, output.stats)
             self._events.engine_stats(output.stats)
+        elif isinstance(output, AdapterList):
+            self._events.engine_adapters(output.adapters)
         elif isinstance(output, Dead):
             if output.reason == SHUTDOWN:
                 self._gone("the engine was stopped")
@@ -421,7 +434,7 @@ class EngineClient:
         self._events.engine_gone(reason)
 
     def _fail_calls(self, error: Unavailable) -> None:
-        for call in self._calls.values():
+        for call in list(self._calls.values()):
             if not call.done():
                 call.set_exception(error)
         self._calls.clear()

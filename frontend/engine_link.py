@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from frontend.engine_addresses import outputs_endpoint
 from frontend.engine_client import EngineClient
 from frontend.metrics import kv_cache_usage
 from frontend.placement import Candidate
+from pagewire.errors import Unavailable
+from pagewire.wire.messages import AdapterReply, LoadAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from frontend.engine_client import Reply
     from frontend.request import RequestState
     from pagewire.config import FrontendConfig
     from pagewire.wire.messages import AdapterInfo, Ready, StepOutput, StepStats
+
+logger = logging.getLogger(__name__)
 
 AVOIDED_S = 5.0
 """How long an engine that gave requests back is not asked again, if there is another:
@@ -31,9 +40,15 @@ class LinkEvents(Protocol):
 
     def engine_stats(self, link: EngineLink, stats: StepStats) -> None: ...
 
+    def engine_adapters(self, link: EngineLink) -> None: ...
+
     def engine_gone(self, link: EngineLink, reason: str) -> None: ...
 
     def engine_stalled(self, link: EngineLink) -> None: ...
+
+
+def _with_call_id(message: LoadAdapter, call_id: int) -> LoadAdapter:
+    return msgspec.structs.replace(message, call_id=call_id)
 
 
 class EngineLink:
@@ -63,7 +78,9 @@ class EngineLink:
         self.last: Ready | None = None
         """What it last said of itself, also while it is gone."""
         self.adapters: dict[str, AdapterInfo] = {}
-        """By name: those that it has, or had last."""
+        """By name: those that it has, or had last, or will have when it reads what was sent."""
+        self._restoring: dict[str, AdapterInfo] = {}
+        """Those that it was told to load, as other engines have them, and has not answered."""
         self.stats: StepStats | None = None
         """Its last, None while it is gone."""
         self.live: dict[int, RequestState] = {}
@@ -135,6 +152,41 @@ class EngineLink:
         known = self.adapters.get(adapter.name)
         return known is not None and known.digest == adapter.digest
 
+    def _set_adapters(self, adapters: Iterable[AdapterInfo]) -> None:
+        self.adapters = {it.name: it for it in adapters} | self._restoring
+
+    def restore(self, adapters: Iterable[AdapterInfo]) -> None:
+        """Has the engine load what it has not, before it reads what is sent from here on; but
+        for what it loads by itself when it is started."""
+        if self.ready is None or not self.ready.max_loras:
+            return
+        for adapter in adapters:
+            if adapter.is_static or adapter.name in self.adapters:
+                continue
+            message = LoadAdapter(0, adapter.name, adapter.path, adapter.digest)
+            try:
+                reply = self.client.call(partial(_with_call_id, message))
+            except Unavailable:
+                return  # it is asked again when it is back
+            self._restoring[adapter.name] = self.adapters[adapter.name] = adapter
+            reply.add_done_callback(partial(self._restored, adapter))
+
+    def _restored(self, adapter: AdapterInfo, call: asyncio.Future[Reply]) -> None:
+        refused = call.exception()
+        if refused is None:
+            reply = call.result()
+            assert isinstance(reply, AdapterReply)
+            if self._restoring.get(adapter.name) is adapter:
+                del self._restoring[adapter.name]
+            if not reply.code:
+                return
+            if self.has(adapter):
+                del self.adapters[adapter.name]
+            logger.error(
+                "the engine at %s has no adapter %r: %s", self.address, adapter.name, reply.error
+            )
+            self._events.engine_adapters(self)
+
     def sent(self) -> None:
         self._num_sent += 1
 
@@ -161,10 +213,13 @@ class EngineLink:
     # EngineEvents.
 
     def engine_ready(self, ready: Ready) -> None:
+        before = self.adapters
+        self._restoring.clear()
+        self._set_adapters(ready.adapters)
         if self.last is None or self.last.epoch != ready.epoch:
             self.draining = False
+            self.restore(before.values())
         self._avoided_until = 0.0
-        self.adapters = {adapter.name: adapter for adapter in ready.adapters}
         self._events.engine_ready(self, ready)
         self.last = ready
 
@@ -174,6 +229,10 @@ class EngineLink:
 
     def engine_stats(self, stats: StepStats) -> None:
         self._events.engine_stats(self, stats)
+
+    def engine_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        self._set_adapters(adapters)
+        self._events.engine_adapters(self)
 
     def engine_gone(self, reason: str) -> None:
         self.stats = None

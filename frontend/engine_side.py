@@ -48,7 +48,8 @@ class Owner(Protocol):
     """Who has the requests: the dispatcher."""
 
     def engine_changed(self, ready: Ready) -> None:
-        """An engine came, the first or another one; `ready` is the first's there is."""
+        """An engine came, the first or another one, or has other adapters; `ready` is the
+        first's there is."""
 
     def started(self, state: RequestState) -> None:
         """The first sequence of a request has left an engine's queue, for the first time."""
@@ -257,6 +258,7 @@ class EngineSide:
         if refusal is not None:
             logger.error("the engine at %s is not used: %s", link.address, refusal)
             return
+        link.restore(self.adapters().values())
         first = self.first
         self._metrics.engine_ready(ready)
         if first is not None and first.ready is not None:
@@ -370,6 +372,11 @@ class EngineSide:
         if self._outage is not None:
             self._outage.cancel()
             self._outage = None
+
+    def engine_adapters(self, link: EngineLink) -> None:
+        first = self.first
+        if first is not None and first.ready is not None:
+            self._owner.engine_changed(first.ready)
 
     def engine_stalled(self, link: EngineLink) -> None:
         self.update_health()

@@ -199,6 +199,27 @@ class WatchedGauge(Gauge):
         return super().text(openmetrics=openmetrics)
 
 
+class WatchedInfo(Gauge):
+    """What its labels say now; its value is the time of the page. None says nothing."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        label_names: Sequence[str],
+        read: Callable[[], Sequence[str] | None],
+    ) -> None:
+        super().__init__(name, documentation, label_names)
+        self._read = read
+
+    def text(self, *, openmetrics: bool) -> str:
+        self.clear()
+        values = self._read()
+        if values is not None:
+            self.labels(*values).set(time.time())
+        return super().text(openmetrics=openmetrics)
+
+
 class Histogram(Family[Distribution]):
     kind = "histogram"
 

@@ -30,6 +30,7 @@ from frontend.interceptors import Edge
 from frontend.kserve.servicer import InferenceServicer as KserveServicer
 from frontend.metrics import Metrics
 from frontend.model_servicer import ModelServicer
+from frontend.openai.adapters import adapter_routes
 from frontend.openai.routes import openai_routes
 from frontend.reflection import add_reflection
 from frontend.resume import Resumables
@@ -114,6 +115,13 @@ class Frontend:
                     self.health,
                     self._tracing,
                     max_body_bytes=config.max_message_mib * 2**20,
+                ),
+                *adapter_routes(
+                    self.dispatcher,
+                    self.metrics,
+                    self._tracing,
+                    max_body_bytes=config.max_message_mib * 2**20,
+                    has_keys=config.api_keys is not None,
                 ),
             ],
         )

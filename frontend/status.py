@@ -50,6 +50,7 @@ STATUS = {
     "message_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "feature_disabled": grpc.StatusCode.FAILED_PRECONDITION,
     "failed_precondition": grpc.StatusCode.FAILED_PRECONDITION,
+    "no_room": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "unimplemented": grpc.StatusCode.UNIMPLEMENTED,
     "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
     "cancelled": grpc.StatusCode.CANCELLED,
@@ -137,9 +138,9 @@ def _details(error: PagewireError, error_id: str | None) -> list[Message]:
 
 
 def _field(error: PagewireError) -> str:
-    if isinstance(error, InvalidRequest | NotFound | FeatureDisabled):
+    if isinstance(error, InvalidRequest | NotFound | FeatureDisabled | AlreadyExists):
         return error.field
-    return "request_id" if isinstance(error, AlreadyExists) else ""
+    return ""
 
 
 def _retry_after(error: PagewireError) -> float | None:

@@ -254,6 +254,9 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     lora_modules: AdapterList | None = None
     """Adapters to load at the start, as NAME=PATH with commas between them; PATH is a folder
     in the layout of the PEFT library. Needs --enable-lora."""
+    lora_dir: Text | None = None
+    """Folder below which adapters may be loaded and unloaded while the server runs. Default:
+    they may not. Needs --enable-lora."""
     max_loras: Annotated[int, Field(ge=1, le=4096)] = 8
     """Adapters that can be loaded at the same time; on cuda their memory is set aside."""
     max_lora_rank: Annotated[int, Field(ge=1, le=1024)] = 16

@@ -13,6 +13,7 @@
      |   +- FeatureDisabled     switched off on this server
      |   +- Unimplemented       part of a protocol that this server does not have
      |   +- FailedPrecondition  cannot be done as things stand
+     |   +- NoRoom              something of a fixed number is used up
      |   +- DeadlineExceeded
      |   +- Cancelled
      +- ServerError             the caller may try again, elsewhere or later
@@ -52,7 +53,8 @@ class InvalidRequest(ClientError):
 
 
 class NotFound(ClientError):
-    """`resource` is "model", "request" or "engine"; `field` is where the caller named it."""
+    """`resource` is "model", "request", "engine" or "adapter"; `field` is where the caller
+    named it."""
 
     code = "not_found"
 
@@ -64,7 +66,13 @@ class NotFound(ClientError):
 
 
 class AlreadyExists(ClientError):
+    """`field` is where the caller named it."""
+
     code = "already_exists"
+
+    def __init__(self, message: str, *, field: str = "request_id") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class QueueFull(ClientError):
@@ -136,6 +144,12 @@ class FailedPrecondition(ClientError):
     """What is asked for cannot be done as things stand."""
 
     code = "failed_precondition"
+
+
+class NoRoom(ClientError):
+    """There is a fixed number of what is asked for, and all of it is taken."""
+
+    code = "no_room"
 
 
 class DeadlineExceeded(ClientError):

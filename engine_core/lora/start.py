@@ -25,9 +25,15 @@ def lora_shape(config: EngineConfig, opened: OpenedModel) -> LoraShape | None:
     """None where adapters are off. Checks those of --lora-modules, before the model's weights
     are read. Raises ConfigError naming the flag, and the file at fault."""
     if not config.enable_lora:
-        if config.lora_modules is not None:
-            raise ConfigError("--lora-modules needs --enable-lora")
+        for flag, value in {
+            "--lora-modules": config.lora_modules,
+            "--lora-dir": config.lora_dir,
+        }.items():
+            if value is not None:
+                raise ConfigError(f"{flag} needs --enable-lora")
         return None
+    if config.lora_dir is not None and not Path(config.lora_dir).expanduser().is_dir():
+        raise ConfigError(f"--lora-dir {config.lora_dir}: no such directory")
     modules = {} if config.lora_modules is None else adapter_list(config.lora_modules)
     if len(modules) > config.max_loras:
         raise ConfigError(
@@ -57,12 +63,15 @@ def load_adapters(
     if not config.enable_lora:
         return Adapters()
     adapters = Adapters(
-        ModelSlots(model, config.max_lora_rank, dtype), config.max_loras, base_name=base_name
+        ModelSlots(model, config.max_lora_rank, dtype),
+        config.max_loras,
+        base_name=base_name,
+        directory=None if config.lora_dir is None else Path(config.lora_dir).expanduser(),
     )
     modules = {} if config.lora_modules is None else adapter_list(config.lora_modules)
     for name, path in modules.items():
         try:
-            adapters.load(name, str(_folder(path)))
+            adapters.load_static(name, str(_folder(path)))
         except (AdapterRefused, ModelLoadError) as error:
             raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
     return adapters

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
+    from frontend.adapters import AdapterStatus, AdapterSurvey
     from frontend.dispatcher import Stats
     from frontend.engine_link import EngineLink
     from frontend.stream import Delta, Finish, Queued, SequenceEnd
@@ -148,6 +149,32 @@ def drain_response(num_unfinished: int) -> admin_pb2.DrainResponse:
 
 def reset_prefix_cache_response(num_blocks_freed: int) -> admin_pb2.ResetPrefixCacheResponse:
     return admin_pb2.ResetPrefixCacheResponse(num_blocks_freed=num_blocks_freed)
+
+
+def load_adapter_response(name: str, found: AdapterSurvey) -> admin_pb2.LoadAdapterResponse:
+    loaded = (status for status in found.adapters if status.info.name == name)
+    return admin_pb2.LoadAdapterResponse(adapter=next(map(_adapter, loaded), None))
+
+
+def unload_adapter_response() -> admin_pb2.UnloadAdapterResponse:
+    return admin_pb2.UnloadAdapterResponse()
+
+
+def list_adapters_response(found: AdapterSurvey) -> admin_pb2.ListAdaptersResponse:
+    return admin_pb2.ListAdaptersResponse(
+        adapters=map(_adapter, found.adapters), max_adapters=found.max_loras
+    )
+
+
+def _adapter(status: AdapterStatus) -> admin_pb2.Adapter:
+    info = status.info
+    return admin_pb2.Adapter(
+        name=info.name,
+        path=info.path,
+        rank=info.rank,
+        num_requests_in_flight=status.num_requests,
+        is_static=info.is_static,
+    )
 
 
 def stats_response(stats: Stats) -> admin_pb2.GetStatsResponse:

@@ -11,7 +11,7 @@ import msgspec
 
 from frontend.openai.responses import Error, ErrorAnswer, encode
 from frontend.status import reason_of
-from pagewire.errors import AlreadyExists, InvalidRequest
+from pagewire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ STATUS = {
     "message_too_large": 413,
     "feature_disabled": 400,
     "failed_precondition": 400,
+    "no_room": 429,
     "unimplemented": 501,
     "deadline_exceeded": 504,
     "cancelled": 499,
@@ -75,7 +76,7 @@ def http_error(
     message = error.message[:MAX_MESSAGE_CHARS]
     if error_id is not None:
         message = f"{message} (error id {error_id})"
-    field = "request_id" if isinstance(error, AlreadyExists) else getattr(error, "field", "")
+    field: str = getattr(error, "field", "")
     answer = Error(
         message=message,
         type=_TYPES.get(status, _OTHER_TYPE),

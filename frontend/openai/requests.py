@@ -204,6 +204,15 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class LoadAdapterBody(Body):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str
+
+
 class DetokenizeBody(Body):
     tokens: list[Int32]
     model: str | None = None

@@ -143,6 +143,16 @@ class Model(msgspec.Struct):
     parent: str | None = None
 
 
+class LoadedAdapter(msgspec.Struct):
+    name: str
+    path: str
+    rank: int
+
+
+class UnloadedAdapter(msgspec.Struct):
+    name: str
+
+
 class ModelList(msgspec.Struct):
     data: list[Model]
     object: Literal["list"] = "list"

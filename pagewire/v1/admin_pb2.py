@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/admin.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x06\x65ngine\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_engine\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x05\"\x19\n\x17ResetPrefixCacheRequest\"4\n\x18ResetPrefixCacheResponse\x12\x18\n\x10num_blocks_freed\x18\x01 \x01(\x05\"\x11\n\x0fGetStatsRequest\"\x97\x03\n\x10GetStatsResponse\x12\x1e\n\x16num_requests_in_flight\x18\x01 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x06 \x01(\x01\x12\x14\n\x0c\x65ngine_epoch\x18\x07 \x01(\x04\x12\x13\n\x0b\x65ngine_step\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x03\x12\x1c\n\x14prefix_cache_queries\x18\n \x01(\x03\x12\x19\n\x11prefix_cache_hits\x18\x0b \x01(\x03\x12\x14\n\x0c\x65ngine_ready\x18\x0c \x01(\x08\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x12\n\nengine_pid\x18\x0e \x01(\x05\x12)\n\x07\x65ngines\x18\x0f \x03(\x0b\x32\x18.pagewire.v1.EngineStats\"\xf2\x01\n\x0b\x45ngineStats\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x07 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x08 \x01(\x05\x12\x12\n\nnum_blocks\x18\t \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\n \x01(\x05\x12\x1e\n\x16num_requests_in_flight\x18\x0b \x01(\x05\x32\xf8\x01\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.pagewire.v1.DrainRequest\x1a\x1a.pagewire.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.pagewire.v1.ResetPrefixCacheRequest\x1a%.pagewire.v1.ResetPrefixCacheResponse\x12G\n\x08GetStats\x12\x1c.pagewire.v1.GetStatsRequest\x1a\x1d.pagewire.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/admin.proto\x12\x0bpagewire.v1\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x06\x65ngine\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_engine\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x05\"\x19\n\x17ResetPrefixCacheRequest\"4\n\x18ResetPrefixCacheResponse\x12\x18\n\x10num_blocks_freed\x18\x01 \x01(\x05\"\x11\n\x0fGetStatsRequest\"\x97\x03\n\x10GetStatsResponse\x12\x1e\n\x16num_requests_in_flight\x18\x01 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x06 \x01(\x01\x12\x14\n\x0c\x65ngine_epoch\x18\x07 \x01(\x04\x12\x13\n\x0b\x65ngine_step\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x03\x12\x1c\n\x14prefix_cache_queries\x18\n \x01(\x03\x12\x19\n\x11prefix_cache_hits\x18\x0b \x01(\x03\x12\x14\n\x0c\x65ngine_ready\x18\x0c \x01(\x08\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x12\n\nengine_pid\x18\x0e \x01(\x05\x12)\n\x07\x65ngines\x18\x0f \x03(\x0b\x32\x18.pagewire.v1.EngineStats\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.pagewire.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"T\n\x14ListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.pagewire.v1.Adapter\x12\x14\n\x0cmax_adapters\x18\x02 \x01(\x05\"f\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x1e\n\x16num_requests_in_flight\x18\x04 \x01(\x05\x12\x11\n\tis_static\x18\x05 \x01(\x08\"\xf2\x01\n\x0b\x45ngineStats\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x05\x12\x1c\n\x14num_requests_running\x18\x07 \x01(\x05\x12\x1c\n\x14num_requests_waiting\x18\x08 \x01(\x05\x12\x12\n\nnum_blocks\x18\t \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\n \x01(\x05\x12\x1e\n\x16num_requests_in_flight\x18\x0b \x01(\x05\x32\xf7\x03\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.pagewire.v1.DrainRequest\x1a\x1a.pagewire.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.pagewire.v1.ResetPrefixCacheRequest\x1a%.pagewire.v1.ResetPrefixCacheResponse\x12G\n\x08GetStats\x12\x1c.pagewire.v1.GetStatsRequest\x1a\x1d.pagewire.v1.GetStatsResponse\x12P\n\x0bLoadAdapter\x12\x1f.pagewire.v1.LoadAdapterRequest\x1a .pagewire.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.pagewire.v1.UnloadAdapterRequest\x1a\".pagewire.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .pagewire.v1.ListAdaptersRequest\x1a!.pagewire.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,8 +44,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSREQUEST']._serialized_end=303
   _globals['_GETSTATSRESPONSE']._serialized_start=306
   _globals['_GETSTATSRESPONSE']._serialized_end=713
-  _globals['_ENGINESTATS']._serialized_start=716
-  _globals['_ENGINESTATS']._serialized_end=958
-  _globals['_ADMINSERVICE']._serialized_start=961
-  _globals['_ADMINSERVICE']._serialized_end=1209
+  _globals['_LOADADAPTERREQUEST']._serialized_start=715
+  _globals['_LOADADAPTERREQUEST']._serialized_end=763
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=765
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=825
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=827
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=863
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=865
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=888
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=890
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=911
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=913
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=997
+  _globals['_ADAPTER']._serialized_start=999
+  _globals['_ADAPTER']._serialized_end=1101
+  _globals['_ENGINESTATS']._serialized_start=1104
+  _globals['_ENGINESTATS']._serialized_end=1346
+  _globals['_ADMINSERVICE']._serialized_start=1349
+  _globals['_ADMINSERVICE']._serialized_end=1852
 # @@protoc_insertion_point(module_scope)

@@ -21,17 +21,21 @@ import msgspec
 from pagewire.types import FinishReason
 from pagewire.wire.messages import (
     Abort,
+    AdapterList,
+    AdapterReply,
     Add,
     Command,
     Dead,
     Heartbeat,
     Hello,
+    LoadAdapter,
     Output,
     Ping,
     Ready,
     ResetPrefixCache,
     ResetPrefixCacheReply,
     StepOutput,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +52,8 @@ _COMMAND_TYPES: dict[int, type[Command]] = {
     0x03: Abort,
     0x04: Ping,
     0x05: ResetPrefixCache,
+    0x06: LoadAdapter,
+    0x07: UnloadAdapter,
 }
 _OUTPUT_TYPES: dict[int, type[Output]] = {
     0x81: Ready,
@@ -55,6 +61,8 @@ _OUTPUT_TYPES: dict[int, type[Output]] = {
     0x83: Heartbeat,
     0x84: Dead,
     0x85: ResetPrefixCacheReply,
+    0x86: AdapterReply,
+    0x87: AdapterList,
 }
 
 _TYPE_FRAMES: dict[type, bytes] = {
@@ -101,7 +109,7 @@ def decode_output(frames: Sequence[bytes | memoryview]) -> Output:
     output = _decode(frames, _OUTPUT_DECODERS)
     if isinstance(output, StepOutput):
         _check_step_output(output)
-    elif isinstance(output, Ready | Heartbeat | Dead):
+    elif isinstance(output, Ready | Heartbeat | Dead | AdapterList):
         _check_id("epoch", output.epoch)
     return output
 

@@ -81,6 +81,24 @@ class ResetPrefixCache(Message, frozen=True):
     call_id: int
 
 
+class LoadAdapter(Message, frozen=True):
+    """Answered by AdapterReply; what is sent after it finds the adapter there."""
+
+    call_id: int
+    name: str
+    path: str
+    """Below the engine's --lora-dir."""
+    digest: bytes = b""
+    """The content that it must have; one that is loaded already, with it, is as good."""
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Answered by AdapterReply. Requests that have it go on."""
+
+    call_id: int
+    name: str
+
+
 # Outputs, from the engine.
 
 
@@ -93,6 +111,8 @@ class AdapterInfo(Message, frozen=True):
     rank: int
     digest: bytes
     """Of its content."""
+    is_static: bool = False
+    """Loaded at the start, and again by every engine that is started so."""
 
 
 class Ready(Message, frozen=True):
@@ -270,5 +290,22 @@ class ResetPrefixCacheReply(Message, frozen=True):
     num_blocks_freed: int
 
 
-Command = Hello | Add | Abort | Ping | ResetPrefixCache
-Output = Ready | StepOutput | Heartbeat | Dead | ResetPrefixCacheReply
+class AdapterReply(Message, frozen=True):
+    call_id: int
+    code: str = ""
+    """Of the class in pagewire/errors.py where it was refused."""
+    error: str = ""
+    field: str = ""
+    """Of the call, that is at fault."""
+
+
+class AdapterList(Message, frozen=True):
+    """To every frontend, when what is loaded has changed, and before the reply to who has
+    changed it."""
+
+    epoch: int
+    adapters: tuple[AdapterInfo, ...]
+
+
+Command = Hello | Add | Abort | Ping | ResetPrefixCache | LoadAdapter | UnloadAdapter
+Output = Ready | StepOutput | Heartbeat | Dead | ResetPrefixCacheReply | AdapterReply | AdapterList

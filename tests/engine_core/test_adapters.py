@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine_core.kv.hashing import root_hash
@@ -26,7 +28,9 @@ def refused(adapters: Adapters, name: str, path: str = "/a") -> str:
 
 def test_slots_are_given_until_there_are_none(engine: FakeEngine) -> None:
     adapters = engine.adapters
-    assert adapters.load("one", "/a").slot != adapters.load("two", "/b").slot
+    adapters.load("one", "/a")
+    adapters.load("two", "/b")
+    assert sorted(engine.runner.adapters) == [0, 1]
     assert [info.name for info in adapters.infos()] == ["one", "two"]
     assert refused(adapters, "three") == "no_room"
     assert refused(adapters, "one") == "already_exists"
@@ -39,7 +43,7 @@ def test_slots_are_given_until_there_are_none(engine: FakeEngine) -> None:
 
 def test_the_models_own_name_is_taken() -> None:
     engine = FakeEngine(num_adapters=1)
-    adapters = Adapters(engine.adapters._backend, 1, base_name="base")
+    adapters = Adapters(engine.adapters._backend, 1, base_name="base", directory=Path("/"))
     assert refused(adapters, "base") == "already_exists"
 
 

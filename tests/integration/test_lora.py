@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 import httpx
+import psutil
 import pytest
 import torch
 
-from pagewire.v1 import common_pb2, inference_pb2, model_pb2
+from pagewire.v1 import admin_pb2, common_pb2, inference_pb2, model_pb2
 from tests.support.adapters import Adapted, save_adapter
-from tests.support.stack import Api, Stack, connect, running_stack
+from tests.support.stack import Api, Stack, Streamed, connect, read_stream, running_stack
 from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ FLAGS = (
 class Tiny:
     model: Path
     adapters: dict[str, Path]
+    directory: Path
     truth: Adapted
 
     def modules(self, *names: str) -> str:
@@ -61,13 +64,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         name: save_adapter(model, directory / "adapters" / name, seed=seed)
         for seed, name in enumerate(("sql", "chat", "late"))
     }
-    return Tiny(model_path, adapters, Adapted(model, adapters))
+    return Tiny(model_path, adapters, directory / "adapters", Adapted(model, adapters))
 
 
 @pytest.fixture(scope="module")
 def lora_stack(tiny: Tiny) -> Iterator[Stack]:
-    modules = tiny.modules("sql", "chat")
-    with running_stack(f"--model={tiny.model}", *FLAGS, f"--lora-modules={modules}") as stack:
+    flags = (f"--lora-modules={tiny.modules('sql', 'chat')}", f"--lora-dir={tiny.directory}")
+    with running_stack(f"--model={tiny.model}", *FLAGS, *flags, "--max-loras=3") as stack:
         yield stack
 
 
@@ -95,6 +98,27 @@ async def ask(api: Api, ids: list[int], model: str | None, **fields: object) -> 
     )
     assert response.model == (model or "tiny")
     return list(response.outputs[0].token_ids)
+
+
+def stream(api: Api, model: str, num_tokens: int, started: asyncio.Event) -> asyncio.Task[Streamed]:
+    call = api.inference.GenerateStream(
+        inference_pb2.GenerateStreamRequest(
+            prompt_token_ids=common_pb2.TokenIds(ids=IDS),
+            model=model,
+            sampling_params=common_pb2.SamplingParams(
+                temperature=0, max_tokens=num_tokens, ignore_eos=True
+            ),
+        )
+    )
+    return asyncio.create_task(read_stream(call, started))
+
+
+async def load(api: Api, name: str, path: str) -> None:
+    await api.admin.LoadAdapter(admin_pb2.LoadAdapterRequest(name=name, path=path))
+
+
+async def unload(api: Api, name: str) -> None:
+    await api.admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name))
 
 
 async def test_each_name_has_its_own_tokens(lora_api: Api, tiny: Tiny) -> None:
@@ -149,3 +173,64 @@ async def test_the_openai_routes_take_the_name_as_the_model(lora_stack: Stack, t
         refused = await http.post("/v1/completions", json={**body, "model": "late"})
         assert refused.status_code == 404
         assert refused.json()["error"]["param"] == "model"
+
+
+async def test_loaded_and_unloaded_while_it_runs(lora_api: Api, tiny: Tiny) -> None:
+    for _ in range(2):
+        await load(lora_api, "late", "late")
+        assert await ask(lora_api, IDS, "late") == tiny.truth.greedy("late", IDS, NUM_TOKENS)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await load(lora_api, "more", "late")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await unload(lora_api, "late")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(lora_api, IDS, "late")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    # The name with another content: not the old KV, and not the old weights.
+    await load(lora_api, "late", "chat")
+    assert await ask(lora_api, IDS, "late") == tiny.truth.greedy("chat", IDS, NUM_TOKENS)
+    await unload(lora_api, "late")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await load(lora_api, "late", "../tiny")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_stream_goes_on_when_its_adapter_is_unloaded(lora_api: Api) -> None:
+    await load(lora_api, "late", "late")
+    whole = await stream(lora_api, "late", 300, asyncio.Event())
+    started = asyncio.Event()
+    task = stream(lora_api, "late", 300, started)
+    await asyncio.wait_for(started.wait(), 60)
+    await unload(lora_api, "late")
+    assert not task.done()
+    listed = await lora_api.admin.ListAdapters(admin_pb2.ListAdaptersRequest())
+    assert [it.name for it in listed.adapters] == ["sql", "chat"]
+    assert (await task).text == whole.text
+    await lora_api.at_rest()
+    await load(lora_api, "late", "late")  # there is a slot again
+    await unload(lora_api, "late")
+
+
+async def test_streams_outlive_the_engine_with_the_adapters_that_they_had(lora_api: Api) -> None:
+    """One of --lora-modules, which the engine loads again, and one loaded at run time."""
+    await load(lora_api, "late", "late")
+    names = ("late", "sql", "tiny")
+    whole = [await stream(lora_api, name, 400, asyncio.Event()) for name in names]
+    assert len({streamed.text for streamed in whole}) == len(names)
+    started = [asyncio.Event() for _ in names]
+    tasks = [stream(lora_api, name, 400, event) for name, event in zip(names, started, strict=True)]
+    await asyncio.gather(*(asyncio.wait_for(event.wait(), 60) for event in started))
+    before = await lora_api.stats()
+    psutil.Process(before.engine_pid).kill()
+    assert not any(task.done() for task in tasks)
+    finished = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    assert [streamed.text for streamed in finished] == [streamed.text for streamed in whole]
+    after = await lora_api.at_rest()
+    assert after.engine_epoch != before.engine_epoch
+    listed = await lora_api.admin.ListAdapters(admin_pb2.ListAdaptersRequest())
+    assert [(it.name, it.is_static) for it in listed.adapters] == [
+        ("sql", True),
+        ("chat", True),
+        ("late", False),
+    ]
+    await unload(lora_api, "late")

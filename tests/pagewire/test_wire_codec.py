@@ -24,12 +24,16 @@ from pagewire.wire.codec import (
 )
 from pagewire.wire.messages import (
     Abort,
+    AdapterInfo,
+    AdapterList,
+    AdapterReply,
     Add,
     Command,
     Dead,
     Finished,
     Heartbeat,
     Hello,
+    LoadAdapter,
     Output,
     Ping,
     PositionLogprobs,
@@ -40,6 +44,7 @@ from pagewire.wire.messages import (
     Started,
     StepOutput,
     StepStats,
+    UnloadAdapter,
 )
 
 U64 = 2**64 - 1
@@ -89,6 +94,8 @@ COMMANDS: list[Command] = [
     Abort(pack_request_ids([1, 2])),
     Ping(5),
     ResetPrefixCache(3),
+    LoadAdapter(4, "sql", "sql/v2", b"digest"),
+    UnloadAdapter(5, "sql"),
 ]
 OUTPUTS: list[Output] = [
     Ready(1, 2, "m", "LlamaForCausalLM", 8192, 49152, (2, 0), "float32", "cpu", 9, 16, 8, 512, 77,
@@ -97,6 +104,8 @@ OUTPUTS: list[Output] = [
     Heartbeat(1, 2, 3, STATS),
     Dead(1, "shutdown"),
     ResetPrefixCacheReply(3, 12),
+    AdapterReply(4, "no_room", "all slots are taken", "name"),
+    AdapterList(2, (AdapterInfo("sql", "sql/v2", 16, b"digest", True),)),
 ]  # fmt: skip
 
 
@@ -122,7 +131,7 @@ def test_an_output_comes_back_equal(output: Output) -> None:
 
 def test_type_bytes_are_as_they_have_always_been() -> None:
     kinds = [bytes(encode(message)[0]) for message in [*COMMANDS, *OUTPUTS]]
-    assert b"".join(kinds) == b"\x01\x02\x03\x04\x05\x81\x82\x83\x84\x85"
+    assert b"".join(kinds) == b"\x01\x02\x03\x04\x05\x06\x07\x81\x82\x83\x84\x85\x86\x87"
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=name_of)

@@ -63,7 +63,7 @@ class Case:
         slots = ModelSlots(loaded.model, SHAPE.max_rank, loaded.dtype)
         adapters = Adapters(slots, SHAPE.num_slots)
         for name, path in self.paths.items():
-            adapters.load(name, str(path))
+            adapters.load_static(name, str(path))
         return loaded, adapters
 
 

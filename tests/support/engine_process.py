@@ -10,19 +10,21 @@ import os
 import secrets
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 
 from engine_core.core import EngineCore
 from engine_core.kv.manager import KVManager
+from engine_core.lora.adapters import Adapters
 from engine_core.proc import EngineProcess, serve
 from engine_core.sched.limits import SchedulerLimits
 from engine_core.sched.scheduler import Scheduler
 from pagewire.obs.ready import COMMANDS, write_ready_file
 from pagewire.wire.messages import PROTOCOL_VERSION, Ready
 from pagewire.wire.sockets import bind_commands, bound_endpoint
-from tests.support.fake_model import EOS, VOCAB_SIZE, DonePending, FakeRunner
+from tests.support.fake_model import EOS, VOCAB_SIZE, DonePending, FakeRunner, FakeSlots
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,9 +82,9 @@ def make_limits(max_num_seqs: int = 8) -> SchedulerLimits:
     )
 
 
-def make_core(limits: SchedulerLimits, runner: Any) -> EngineCore:
+def make_core(limits: SchedulerLimits, runner: Any, adapters: Adapters | None = None) -> EngineCore:
     scheduler = Scheduler(limits, KVManager(NUM_BLOCKS, BLOCK_SIZE))
-    return EngineCore(scheduler, runner, epoch=secrets.randbits(64))
+    return EngineCore(scheduler, runner, epoch=secrets.randbits(64), adapters=adapters)
 
 
 def make_ready(limits: SchedulerLimits, epoch: int) -> Ready:
@@ -119,8 +121,10 @@ class ThreadedEngine:
         heartbeat_interval: float = 0.05,
     ) -> None:
         limits = make_limits(max_num_seqs)
-        self.runner = GatedRunner(FakeRunner(NUM_BLOCKS, BLOCK_SIZE, limits))
-        self.core = make_core(limits, self.runner)
+        model = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, limits)
+        self.runner = GatedRunner(model)
+        self.adapters = Adapters(FakeSlots(model), num_slots=2, directory=Path("/"))
+        self.core = make_core(limits, self.runner, self.adapters)
         self.status: int | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         router = bind_commands(self._context, endpoint)

@@ -13,10 +13,13 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from engine_core.lora.adapters import AdapterFacts, Adapters
+from pagewire.errors import ModelLoadError
 from pagewire.types import FinishReason
 from pagewire.wire import sockets
 from pagewire.wire.codec import (
@@ -31,6 +34,7 @@ from pagewire.wire.codec import (
 from pagewire.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AdapterList,
     Add,
     Beam,
     Command,
@@ -38,6 +42,7 @@ from pagewire.wire.messages import (
     Finished,
     Heartbeat,
     Hello,
+    LoadAdapter,
     Output,
     PositionLogprobs,
     Ready,
@@ -47,6 +52,7 @@ from pagewire.wire.messages import (
     Started,
     StepOutput,
     StepStats,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +110,24 @@ def fake_logprobs(request: FakeRequest, ids: Sequence[int]) -> RequestLogprobs |
     return RequestLogprobs(request.id, output, prompt)
 
 
+class AdapterFiles:
+    """An AdapterBackend whose files are a table."""
+
+    DIRECTORY = Path("/adapters")
+
+    def __init__(self, contents: Mapping[str, str]) -> None:
+        self._contents = contents
+
+    def fill(self, slot: int, directory: Path) -> AdapterFacts:
+        path = str(directory.relative_to(self.DIRECTORY))
+        if path not in self._contents:
+            raise ModelLoadError(f"{path}: no such directory")
+        return AdapterFacts(8, self._contents[path].encode())
+
+    def clear(self, slot: int) -> None:
+        pass
+
+
 class FakeEngine:
     def __init__(
         self,
@@ -117,7 +141,12 @@ class FakeEngine:
         heartbeat_s: float = 0.2,
         model_name: str = "fake",
         default_sampling: dict[str, float] | None = None,
+        max_loras: int = 0,
+        adapter_files: Mapping[str, str] | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
+        """adapter_files: path -> content; adapters: names that are loaded at the start, each
+        from the path that is called so."""
         self.epoch = secrets.randbits(64)
         self.running: dict[int, FakeRequest] = {}
         self.waiting: dict[int, FakeRequest] = {}
@@ -135,6 +164,12 @@ class FakeEngine:
         self._model_name = model_name
         self._default_sampling = default_sampling or {}
         self._bind = bind
+        files = AdapterFiles(adapter_files or {})
+        self.adapters = Adapters(
+            files, max_loras, base_name=model_name, directory=AdapterFiles.DIRECTORY
+        )
+        for name in adapters:
+            self.adapters.load_static(name, str(AdapterFiles.DIRECTORY / name))
         self._changed = asyncio.Event()
         self._push: Any = None
         self._prompt_tokens = self._output_tokens = 0
@@ -349,6 +384,8 @@ class FakeEngine:
             max_num_batched_tokens=2048,
             pid=os.getpid(),
             default_sampling=self._default_sampling,
+            adapters=self.adapters.infos(),
+            max_loras=self.adapters.num_slots,
         )
 
     def _send(self, output: Output) -> None:
@@ -382,11 +419,22 @@ class FakeEngine:
             )
             if command.epoch != self.epoch:
                 self._end(command.request_id, FinishReason.ERROR, error="another epoch")
+            if command.adapter:
+                self._check_adapter(command)
             self._admit()
+        elif isinstance(command, LoadAdapter | UnloadAdapter):
+            reply = self.adapters.apply(command)
+            self._send(AdapterList(self.epoch, self.adapters.infos()))
+            self._send(reply)
         elif isinstance(command, Abort):
             self._abort(unpack_request_ids(command.request_ids))
         elif isinstance(command, ResetPrefixCache):
             self._send(ResetPrefixCacheReply(call_id=command.call_id, num_blocks_freed=7))
+
+    def _check_adapter(self, add: Add) -> None:
+        found = self.adapters.find(add.adapter)
+        if found is None or found.digest != add.adapter_digest:
+            self.refuse(add.request_id, f"model {add.adapter!r} does not exist", "model")
 
     def abort_now(self, internal_id: int) -> None:
         """Ends a request as its deadline or a shutdown of the engine would."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +49,6 @@ from pagewire.wire.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from engine_core.sched.policy import Policy
 
@@ -387,9 +387,7 @@ class FakeEngine:
         self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching, self.offload)
         self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
         self.runner = FakeRunner(num_blocks, block_size, self.limits, num_host_blocks)
-        self.adapters = (
-            Adapters(FakeSlots(self.runner), num_adapters) if num_adapters else Adapters()
-        )
+        self.adapters = Adapters(FakeSlots(self.runner), num_adapters, directory=Path("/"))
         self.core = EngineCore(
             self.scheduler,
             self.runner,

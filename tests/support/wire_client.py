@@ -22,10 +22,12 @@ from pagewire.wire.codec import (
 from pagewire.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AdapterReply,
     Add,
     Command,
     Finished,
     Hello,
+    LoadAdapter,
     Output,
     Ping,
     Ready,
@@ -33,6 +35,7 @@ from pagewire.wire.messages import (
     ResetPrefixCacheReply,
     Started,
     StepOutput,
+    UnloadAdapter,
 )
 from pagewire.wire.sockets import bind_outputs, bound_endpoint, connect_commands
 
@@ -142,6 +145,7 @@ class WireClient:
         num_output_tokens: int = 0,
         epoch: int | None = None,
         sampling: SamplingParams | None = None,
+        adapter: str = "",
     ) -> None:
         """Begins a request; `epoch` defaults to that of the last Ready."""
         if epoch is None:
@@ -157,6 +161,7 @@ class WireClient:
                 or SamplingParams(
                     max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos
                 ),
+                adapter=adapter,
             )
         )
 
@@ -171,6 +176,14 @@ class WireClient:
         )
         assert isinstance(reply, ResetPrefixCacheReply)
         return reply.num_blocks_freed
+
+    def change_adapters(self, command: LoadAdapter | UnloadAdapter) -> AdapterReply:
+        self.send(command)
+        reply = self.wait_for(
+            lambda output: isinstance(output, AdapterReply) and output.call_id == command.call_id
+        )
+        assert isinstance(reply, AdapterReply)
+        return reply
 
     def outcome(self, request_id: int) -> Outcome:
         return self.outcomes.setdefault(request_id, Outcome())
