@@ -114,7 +114,7 @@ def test_tokens_agree_in_one_batch_chunked_and_cached(case: Case) -> None:
 
 def test_preempted_tokens_agree(case: Case) -> None:
     loaded, adapters = case.load("cpu")
-    engine = Engine(loaded, num_blocks=13, adapters=adapters)
+    engine = Engine(loaded, num_blocks=8, adapters=adapters)
     tokens = engine.generate(case.prompts, NUM_TOKENS, adapters=case.names)
     assert_same_tokens(tokens, case.expected)
     assert engine.core.stats().total_preemptions > 0
