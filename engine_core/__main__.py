@@ -207,7 +207,9 @@ def _make_core(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    scheduler = Scheduler(limits, kv_manager, make_policy(config.scheduling_policy))
+    scheduler = Scheduler(
+        limits, kv_manager, make_policy(config.scheduling_policy), built.speculation
+    )
     return EngineCore(
         scheduler,
         built.runner,

@@ -53,8 +53,9 @@ class _Outbox:
     """What one frontend is to be told with the next output."""
 
     request_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """Of token_ids, for each of request_ids."""
     token_ids: list[int] = field(default_factory=list)
-    """One for each of request_ids."""
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     unknown_aborts: list[int] = field(default_factory=list)
@@ -107,6 +108,8 @@ class EngineCore:
         find_unsupported: what the runner cannot do, which is refused.
         async_scheduling: for a runner whose launch() returns while the device works.
         adapters: those that requests may name; by default none."""
+        if async_scheduling and scheduler.speculation is not None:
+            raise ValueError("draft tokens follow from a result, which a step must not precede")
         self.epoch = epoch
         self.step_id = 0
         """Steps finished; stands still while one runs."""
@@ -327,6 +330,7 @@ class EngineCore:
             total_offloaded_blocks=tier.num_offloaded_blocks,
             total_restored_blocks=tier.num_restored_blocks,
             num_free_cached_blocks=kv_manager.pool.num_free_cached_blocks,
+            **({} if scheduler.speculation is None else scheduler.speculation.totals()),
         )
 
     def check_integrity(self) -> None:
@@ -424,13 +428,18 @@ class EngineCore:
                     queue_s=request.first_scheduled_at - request.arrived_at,
                 )
             )
-        frontend_id = -1
+        frontend_id, before = -1, None
         for request, token_id in zip(outcome.sampled, outcome.token_ids, strict=True):
             if request.frontend_id != frontend_id:  # mostly they are all of one
                 frontend_id = request.frontend_id
                 outbox = self._outbox(frontend_id)
-            outbox.request_ids.append(request.request_id)
             outbox.token_ids.append(token_id)
+            if request is before:
+                outbox.counts[-1] += 1
+                continue
+            before = request
+            outbox.request_ids.append(request.request_id)
+            outbox.counts.append(1)
         for drawn in outcome.logprobs:
             self._outbox(drawn.request.frontend_id).logprobs.append(
                 RequestLogprobs(drawn.request.request_id, drawn.output, drawn.prompt)
@@ -467,7 +476,7 @@ class EngineCore:
             step=self.step_id,
             sent_ns=int(self._clock() * 1e9),
             request_ids=pack_request_ids(outbox.request_ids),
-            counts=pack_counts([1] * len(outbox.request_ids)),
+            counts=pack_counts(outbox.counts),
             token_ids=pack_ids(outbox.token_ids),
             started=tuple(outbox.started),
             finished=tuple(outbox.finished),

@@ -35,6 +35,7 @@ from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows
 from engine_core.sched.intake import FindUnsupported, all_is_supported
+from engine_core.speculative import make_speculation, max_sampled_tokens, resolve_method
 from kernels.registry import UnsupportedOps, load_ops
 from pagewire.errors import ConfigError
 from pagewire.model_source import resolve_model
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from engine_core.parallel.group import RankGroup
     from engine_core.parallel.ranks import Ranks
     from engine_core.runner.base import Runner
+    from engine_core.sched.speculation import Speculation
     from kernels.ops import Ops
     from pagewire.config import EngineConfig
 
@@ -88,6 +90,8 @@ class BuiltEngine:
     """Of the second tier; 0 where there is none."""
     kv_costs: MeasuredCosts | None = None
     """Measured at warm-up where there is a second tier."""
+    speculation: Speculation | None = None
+    """What guesses ahead, if anything does."""
     find_unsupported: FindUnsupported = all_is_supported
     """What of the sampling parameters the runner cannot do."""
     adapters: Adapters = field(default_factory=Adapters)
@@ -114,8 +118,10 @@ def build_engine(
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     sizes = _graph_sizes(config, device)
     lora = lora_shape(config, opened)
+    method = resolve_method(config, device)
+    max_sampled = max_sampled_tokens(config, method, max_num_batched_tokens)
     own = share_config(opened.config, ranks.rank, ranks.size)
-    planner = _KVPlanner(config, own, device, dtype, max_model_len)
+    planner = _KVPlanner(config, own, device, dtype, max_model_len, max_sampled)
     kv_plan = planner.plan_before_load()
     num_host_blocks = planner.plan_host_blocks()
     group = ranks.connect(device.torch_device)
@@ -150,11 +156,13 @@ def build_engine(
         max_model_len=kv_plan.max_model_len,
         host_kv=host_kv,
         graph_sizes=sizes,
+        max_sampled_tokens=max_sampled,
     )
     adapters = load_adapters(config, model, opened.source.name, dtype)
     progress("warm-up", 0, 1)
     runner.warm_up()
     kv_costs = runner.measure_kv_costs() if host_kv is not None else None
+    speculation = make_speculation(config, method, runner, max_sampled)
     progress("warm-up", 1, 1)
     dtype_name = describe_computation(
         str(dtype).removeprefix("torch."), quantization, model.quantized_formats
@@ -192,13 +200,14 @@ def build_engine(
             if config.max_mixed_prefill_tokens is None
             else config.max_mixed_prefill_tokens
         ),
-        async_scheduling=overlaps(config, device),
+        async_scheduling=overlaps(config, device) and speculation is None,
         default_sampling=opened.config.default_sampling,
         window=window,
         num_host_blocks=num_host_blocks,
         kv_costs=kv_costs,
         adapters=adapters,
         ranks=ranks,
+        speculation=speculation,
     )
 
 
@@ -273,11 +282,13 @@ class _KVPlanner:
         device: Device,
         dtype: torch.dtype,
         max_model_len: int,
+        max_sampled_tokens: int,
     ) -> None:
         self._config = config
         self._device = device
         self._dtype = dtype
         self._max_model_len = max_model_len
+        self._max_sampled_tokens = max_sampled_tokens
         self._block_bytes = block_num_bytes(model_config, config.block_size, dtype)
 
     def plan_before_load(self) -> KVPlan | None:
@@ -293,7 +304,7 @@ class _KVPlanner:
         max_num_seqs = self._config.max_num_seqs
 
         def largest_step() -> None:
-            run_dummy_step(model, ops, one_block, max_num_batched_tokens, max_num_seqs)
+            run_dummy_step(model, ops, one_block, max_num_batched_tokens, self._max_sampled_tokens)
 
         def graphs_bytes() -> int:
             rows = Rows(max_num_seqs, self._max_model_len, self._config.block_size)

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from engine_core.grammar.grammar import Grammar
     from engine_core.kv.block_table import BlockTable
     from engine_core.lora.adapters import Adapter
+    from engine_core.sched.acceptance import Acceptance
     from engine_core.sched.beam_group import BeamGroup
     from engine_core.sched.logprobs import PromptLogprobs
+    from engine_core.sched.ngram import NgramIndex
     from pagewire.types import SamplingParams
 
 
@@ -63,6 +65,7 @@ class Request:
     """
 
     __slots__ = (
+        "acceptance",
         "adapter",
         "admission_index",
         "arrival_index",
@@ -76,6 +79,7 @@ class Request:
         "group",
         "last_token_at",
         "max_num_tokens",
+        "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -157,6 +161,10 @@ class Request:
         """What its output must follow, compiled before it is queued."""
         self.group: BeamGroup | None = None
         """The beam search that it leads, or is a beam of."""
+        self.acceptance: Acceptance | None = None
+        """Of guesses at its next tokens, once there was one."""
+        self.ngrams: NgramIndex | None = None
+        """Where its guesses come from, if they come from itself."""
         self.finish_token_id: int | None = None
         """The stop token that ended it, for STOPPED."""
 

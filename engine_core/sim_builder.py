@@ -112,6 +112,7 @@ def _refuse_unsimulated(config: EngineConfig) -> None:
         "--batch-invariant": config.batch_invariant,
         "--enable-lora": config.enable_lora,
         "--tensor-parallel-size": config.tensor_parallel_size > 1,
+        "--speculative-method": config.speculative_method not in ("auto", "none"),
     }
     for flag, is_set in wrong.items():
         if is_set:

@@ -29,8 +29,8 @@ from frontend.call_trace import current_trace
 from frontend.detokenize_stream import DetokenizeStream
 from frontend.engine_client import RETRY_AFTER_S
 from frontend.engine_side import EngineSide
+from frontend.engine_stats import kv_cache_usage
 from frontend.logits_params import check_drawable
-from frontend.metrics import kv_cache_usage
 from frontend.output_text import OutputText
 from frontend.prompt import needs_tokenizer, read_prompt, truncate
 from frontend.request import IdsPrompt, Job, RequestState

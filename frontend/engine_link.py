@@ -11,7 +11,7 @@ import msgspec
 
 from frontend.engine_addresses import outputs_endpoint
 from frontend.engine_client import EngineClient
-from frontend.metrics import kv_cache_usage
+from frontend.engine_stats import kv_cache_usage
 from frontend.placement import Candidate
 from pagewire.errors import Unavailable
 from pagewire.wire.messages import AdapterReply, LoadAdapter

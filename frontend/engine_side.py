@@ -23,7 +23,7 @@ from frontend.beam import find_room_fault
 from frontend.branches import add_message
 from frontend.engine_client import RETRY_AFTER_S
 from frontend.engine_pool import EnginePool
-from frontend.metrics import total_stats
+from frontend.engine_stats import total_stats
 from frontend.placement import Placement
 from frontend.replay import Replay, guilty_error, misfit, mismatch, unplaced
 from frontend.step_reader import StepReader

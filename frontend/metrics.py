@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from frontend.branches import branches_of
+from frontend.engine_stats import counted_totals, kv_cache_usage, total_stats
 from frontend.instruments import Counter, Gauge, Histogram, Registry, WatchedGauge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from frontend.admission import RejectReason
     from frontend.instruments import Distribution, F, Family, Value
@@ -28,7 +29,6 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 ENGINE = "0"
 _LABELS = ("model_name", "engine")
 _MAX_LAG_S = 60.0
-_NO_TOTALS: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
 _MAX_OUT_OF_REACH = 64
 MAX_TENANTS = 64
 """Callers may make up names: those beyond have their figures in common."""
@@ -215,6 +215,18 @@ class ModelMetrics:
         self._restored = self._counter(
             "pagewire_kv_blocks_restored", "KV blocks copied back from host memory."
         )
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Guesses verified.")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Their tokens.")
+        self._accepted = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right."
+        )
+        self._accepted_per_position = self._add(
+            Counter(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "The same by their place in the guess.",
+                (*_LABELS, "position"),
+            )
+        )
         self._host_usage = self._gauge(
             "pagewire_kv_offload_usage_perc", "KV blocks of host memory in use, 0 to 1."
         )
@@ -330,7 +342,7 @@ class ModelMetrics:
         self._readies.pop(epoch, None)
         last = self._stats.pop(epoch, None)
         if last is not None:
-            self._counted[epoch] = _totals(last)
+            self._counted[epoch] = counted_totals(last)
             if len(self._counted) > _MAX_OUT_OF_REACH:
                 self._counted.popitem(last=False)
         if self._readies:
@@ -357,10 +369,11 @@ class ModelMetrics:
 
     def engine_stats(self, stats: StepStats, epoch: int) -> None:
         before = self._stats.get(epoch)
-        last = self._counted.pop(epoch, _NO_TOTALS) if before is None else _totals(before)
+        totals = counted_totals(stats)
+        nothing = (0,) * len(totals)
+        last = self._counted.pop(epoch, nothing) if before is None else counted_totals(before)
         self._stats[epoch] = stats
         self._set_gauges()
-        totals = _totals(stats)
         if totals != last:
             counters = (
                 self._preemptions,
@@ -370,6 +383,13 @@ class ModelMetrics:
                 self._external_hits,
                 self._offloaded,
                 self._restored,
+                self._drafts,
+                self._draft_tokens,
+                self._accepted,
+                *(
+                    self._accepted_per_position.labels(*self._labels, str(position))
+                    for position in range(len(stats.total_accepted_per_position))
+                ),
             )
             for counter, new, old in zip(counters, totals, last, strict=True):
                 counter.inc(max(0, new - old))
@@ -452,41 +472,5 @@ class ModelMetrics:
         return self._registry.add(family)
 
 
-def total_stats(all_stats: Iterable[StepStats]) -> StepStats | None:
-    """The sums of what several engines say; None of none."""
-    total: StepStats | None = None
-    for stats in all_stats:
-        if total is None:
-            total = stats
-            continue
-        sums = {
-            name: getattr(total, name) + getattr(stats, name)
-            for name in stats.__struct_fields__
-            if name not in ("step_s", "abort_to_free_s")
-        }
-        total = msgspec.structs.replace(total, **sums)
-    return total
-
-
 def _bucketed(distribution: Distribution) -> Bucketed:
     return Bucketed(distribution.bounds, distribution.counts)
-
-
-def _totals(stats: StepStats) -> tuple[int, ...]:
-    """What only grows, in the order of _NO_TOTALS."""
-    return (
-        stats.total_preemptions,
-        stats.prefix_cache_queries,
-        stats.prefix_cache_hits,
-        stats.host_cache_queries,
-        stats.host_cache_hits,
-        stats.total_offloaded_blocks,
-        stats.total_restored_blocks,
-    )
-
-
-def kv_cache_usage(stats: StepStats) -> float:
-    """Share of KV blocks that requests hold, 0 to 1."""
-    if stats.num_blocks == 0:
-        return 0.0
-    return min(1.0, max(0.0, 1 - stats.num_free_blocks / stats.num_blocks))

@@ -242,6 +242,17 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     async_scheduling: Literal["auto", "off"] = "auto"
     """Plan the next step while the device runs one. auto: where the device works by itself,
     which a CPU does not. What ends a request is then noticed one step late."""
+    speculative_method: Literal["auto", "none", "ngram"] = "auto"
+    """Guess tokens and verify several in one step; the output is the same. ngram: what
+    followed the last words the time before, in prompt or output. auto: ngram on a CPU. A
+    step is then planned once the one before is read, as with --async-scheduling off."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] = 7
+    """Most tokens guessed for a sequence and step; how many is decided by how often they
+    were right, and by the load."""
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=32)] = 2
+    """Last tokens that must have occurred before for ngram to guess."""
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 8
+    """Last tokens that ngram compares to choose among several such places."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Capture decode steps as CUDA graphs at the start, where there is CUDA. off: launch
     their kernels one by one."""

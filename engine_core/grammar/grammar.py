@@ -44,6 +44,14 @@ class Follower:
         says so."""
         self._matcher.consume_tokens(list(token_ids))
 
+    def try_consume(self, token_id: int) -> bool:
+        """Consumes an id if the grammar has a place for it; says so."""
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def take_back(self, num_tokens: int) -> None:
+        """As if the last num_tokens had not been consumed."""
+        self._matcher.rollback(num_tokens)
+
     def fill_mask(self, mask: np.ndarray) -> None:
         """Sets bit i % 32 of word i // 32 where token i may come next; mask is int32
         [mask_words] and contiguous. Nothing may where there is an error.

@@ -363,7 +363,8 @@ class KVManager:
         policy = self.offload.policy
         if plan.moves.restore:
             policy.observe_restore(len(plan.moves.restore), result.restore_s)
-        if any(seq.num_new_tokens > 1 for seq in plan.seqs):
+        # Verifying draft tokens is no prefill: logits of each are wanted.
+        if not plan.has_drafts and any(seq.num_new_tokens > 1 for seq in plan.seqs):
             compute_s = max(0.0, step_s - result.restore_s - result.offload_s)
             policy.observe_prefill(plan.num_tokens, compute_s)
 

@@ -49,6 +49,7 @@ class _Plan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     restore: tuple[tuple[int, int], ...]
     copy: tuple[tuple[int, int], ...]
     chosen: tuple[tuple[int, int], ...]
+    has_drafts: bool
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -85,6 +86,7 @@ def encode_plan(plan: StepPlan) -> bytes:
             plan.moves.restore,
             plan.moves.copy,
             plan.chosen,
+            plan.has_drafts,
         )
     )
 
@@ -109,6 +111,7 @@ def decode_plan(frame: bytes) -> StepPlan:
         plan.seqs,
         BlockMoves(plan.offload, plan.restore, plan.copy),
         plan.chosen,
+        plan.has_drafts,
     )
 
 

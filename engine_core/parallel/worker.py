@@ -60,15 +60,17 @@ class FollowingRank:
 def follow(built: BuiltEngine, plans: IO[bytes]) -> None:
     """Runs plans until there are no more."""
     before: PendingStep | None = None
+    had_drafts = False
     while (frame := read_frame(plans)) is not None:
         plan = decode_plan(frame)
-        if before is not None and plan.chosen:
-            before.result()  # it would overwrite what was chosen
+        # It would overwrite what was chosen, and says which draft tokens there are.
+        if before is not None and (plan.chosen or had_drafts):
+            before.result()
             before = None
         pending = built.runner.launch(plan)
         if before is not None:
             before.result()
-        before = pending
+        before, had_drafts = pending, plan.has_drafts
 
 
 def main() -> int:

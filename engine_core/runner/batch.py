@@ -26,7 +26,7 @@ class StepBatch:
     sampling: SamplingBatch | None
     """None where no row samples."""
     sampling_rows: np.ndarray
-    """[S] row numbers, in plan order."""
+    """[S] row numbers, in plan order; a row with k draft tokens 1 + k times."""
     sampling_rows_there: torch.Tensor
     """[S] int64, the same on the device."""
     late: LateInputs | None
@@ -56,14 +56,19 @@ class BatchBuilder:
         device: Device,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_sampled_tokens: int | None = None,
     ) -> None:
+        """max_sampled_tokens: drawn in a step. Default: one for each sequence."""
         self._rows = rows
         self._device = device
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         # A padded batch has a token for each of its sequences.
         layout = _layout(
-            max_num_seqs, max(max_num_seqs, max_num_batched_tokens), rows.block_table.shape[1]
+            max_num_seqs,
+            max(max_num_seqs, max_num_batched_tokens),
+            max_sampled_tokens or max_num_seqs,
+            rows.block_table.shape[1],
         )
         self._buffers = {
             name: torch.empty(size, dtype=dtype, device=device.torch_device)
@@ -125,16 +130,17 @@ class BatchBuilder:
         computed = np.array([seq.num_computed_tokens for seq in plan.seqs])
         new = np.array([seq.num_new_tokens for seq in plan.seqs])
         samples = np.array([seq.samples for seq in plan.seqs])
+        drafts = _num_drafts(plan)
         ends = np.cumsum(new)
         num_tokens = int(ends[-1])
         assert num_tokens <= self._max_tokens, (num_tokens, self._max_tokens)
         # A missing block would send writes to the null block, unseen.
         assert (computed + new <= self._rows.num_blocks[rows] * self._rows.block_size).all(), plan
-        assert (samples == (computed + new == self._rows.num_tokens[rows])).all(), plan
+        assert (samples == (computed + new - drafts == self._rows.num_tokens[rows])).all(), plan
 
         late = self._fill_tokens(staging, rows, computed, new, ends)
         table = self._fill_attention(staging, rows, computed + new, ends)
-        all_sample = bool(samples.all()) and num_tokens == num_seqs
+        all_sample = bool(samples.all()) and num_tokens == num_seqs + drafts.sum()
         if pad_to:
             assert all_sample, plan
             inputs = self._decode_inputs[pad_to]
@@ -149,11 +155,15 @@ class BatchBuilder:
                 slot_mapping=staging.take("slot_mapping", num_tokens),
                 attention=self._attention(staging, table, computed + new, new),
                 sampling_tokens=(
-                    None if all_sample else staging.long("sampling_tokens", ends[samples] - 1)
+                    None
+                    if all_sample
+                    else staging.long("sampling_tokens", _last_tokens(ends, samples, drafts))
                 ),
                 lora=self._lora(rows, new) if self._rows.adapted else None,
             )
         sampling_rows = rows[samples]
+        if plan.has_drafts:
+            sampling_rows = np.repeat(rows, np.where(samples, 1 + drafts, 0))
         sampling_rows_there = staging.long("sampling_rows", sampling_rows)
         sampling = self._fill_sampling(staging, sampling_rows) if len(sampling_rows) else None
         staging.fence = self._device.fence()
@@ -261,7 +271,7 @@ class BatchBuilder:
         arrays["min_p"][:num] = min_p
         arrays["seed"][:num] = state.seed[rows].view(np.int64)
         arrays["sample_index"][:num] = state.sample_index[rows]
-        arrays["position"][:num] = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+        arrays["position"][:num] = state.lengths(rows) - state.num_prompt_tokens[rows]
         return SamplingBatch(
             temperature=staging.take("temperature", num),
             top_k=staging.take("top_k", num),
@@ -275,8 +285,29 @@ class BatchBuilder:
         )
 
 
+def _num_drafts(plan: StepPlan) -> np.ndarray:
+    """[R], or what stands for as many zeros."""
+    if not plan.has_drafts:
+        return np.zeros(1, np.int64)
+    return np.array([len(seq.draft_token_ids) for seq in plan.seqs])
+
+
+def _last_tokens(ends: np.ndarray, samples: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+    """[S] the batch tokens to draw after: of each sequence that samples the last, and as
+    many before it as it has draft tokens."""
+    if not drafts.any():
+        last: np.ndarray = ends[samples] - 1
+        return last
+    counts = np.where(samples, 1 + drafts, 0)
+    firsts = np.repeat(ends - counts, counts)
+    tokens: np.ndarray = (
+        firsts + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    )
+    return tokens
+
+
 def _layout(
-    max_num_seqs: int, max_num_tokens: int, max_blocks: int
+    max_num_seqs: int, max_num_tokens: int, max_sampled: int, max_blocks: int
 ) -> dict[str, tuple[int, torch.dtype]]:
     """(elements, type) of every buffer, by name."""
     layout = {
@@ -285,12 +316,11 @@ def _layout(
     }
     for name in ("input_ids", "positions", "slot_mapping"):
         layout[name] = (max_num_tokens, torch.int64)
-    per_seq = {
-        "seq_lens": torch.int32,
+    layout["seq_lens"] = (max_num_seqs, torch.int32)
+    layout["late_tokens"] = layout["late_rows"] = (max_num_seqs, torch.int64)
+    per_sample = {
         "sampling_tokens": torch.int64,
         "sampling_rows": torch.int64,
-        "late_tokens": torch.int64,
-        "late_rows": torch.int64,
         "temperature": torch.float32,
         "top_k": torch.int32,
         "top_p": torch.float32,
@@ -299,8 +329,8 @@ def _layout(
         "position": torch.int64,
         "sample_index": torch.int32,
     }
-    for name, dtype in per_seq.items():
-        layout[name] = (max_num_seqs, dtype)
+    for name, dtype in per_sample.items():
+        layout[name] = (max_sampled, dtype)
     return layout
 
 

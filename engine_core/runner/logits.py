@@ -70,7 +70,8 @@ class LogitsProcessor(Protocol):
     def holds(self, row: int) -> bool: ...
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
-        """In place on logits [S, V] float32; rows [S] says whose each one is."""
+        """In place on logits [S, V] float32; rows [S] says whose each one is, and by
+        Rows.lengths() what it follows."""
         ...
 
 
@@ -116,7 +117,7 @@ class LogitsProcessors:
         return bool(self._asking) and not self._asking.isdisjoint(rows.tolist())
 
     def process(self, logits: torch.Tensor, rows: np.ndarray) -> ProcessedLogits:
-        """logits [S, V] of any float type, not changed; rows [S].
+        """logits [S, V] of any float type, not changed; rows [S], by Rows.lengths().
 
         Where read_ids_of() says so, every id of theirs must be known on the host.
         """
@@ -187,8 +188,9 @@ class BadWords(PerRow[_Words]):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
         banned = []
+        lengths = self._history.lengths(np.asarray(rows))
         for at, row, words in self._present(rows):
-            known = self._history.token_ids[row, : self._history.num_tokens[row]]
+            known = self._history.token_ids[row, : lengths[at]]
             begun = [
                 last
                 for before, last in words.endings.get(int(known[-1]), ())
@@ -226,10 +228,11 @@ class MinTokens(PerRow[_Floor]):
         return True
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
+        lengths = self._history.lengths(np.asarray(rows))
         banned = [
             (at, floor.ends)
-            for at, row, floor in self._present(rows)
-            if self._history.num_tokens[row] < floor.num_tokens
+            for at, _, floor in self._present(rows)
+            if lengths[at] < floor.num_tokens
         ]
         if banned:
             logits.view(-1)[flat_index(logits, banned)] = _BANNED

@@ -18,7 +18,7 @@ from engine_core.sched.plan import PromptChunk, StepLogprobs
 from pagewire.wire.messages import PositionLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine_core.device.base import Device, Fetch
     from engine_core.model.decoder import DecoderModel
@@ -138,7 +138,9 @@ class StepReporter:
             self._read_plan(plan, rows)
 
     def _read_plan(self, plan: StepPlan, rows: Rows) -> None:
-        sampling = [seq.row for seq in plan.seqs if seq.samples]
+        sampling = [
+            seq.row for seq in plan.seqs if seq.samples for _ in range(1 + len(seq.draft_token_ids))
+        ]
         self._asking = [i for i, row in enumerate(sampling) if rows.logprobs[row] != NOT_ASKED]
         self._rows = [sampling[i] for i in self._asking]
         self._tops = rows.logprobs[self._rows].tolist()
@@ -180,16 +182,26 @@ class StepReporter:
         self._output = _PendingReport(told, self._device)
         self._raw = None
 
-    def result(self, sampled_ids: Sequence[int]) -> StepLogprobs | None:
-        """Waits for the device. sampled_ids [S] as they came from it."""
+    def result(
+        self, sampled_ids: Sequence[int], accepted: Mapping[int, Sequence[int]]
+    ) -> StepLogprobs | None:
+        """Waits for the device. sampled_ids [S] as they came from it; accepted as in
+        StepResult."""
         if not self.asked:
             return None
         output = {}
+        before: dict[int, tuple[PositionLogprobs, ...]] = {}
         if self._output is not None:
             ids = [sampled_ids[index] for index in self._asking]
             positions = self._output.positions(ids, self._tops)
             output = dict(zip(self._rows, positions, strict=True))
-        return StepLogprobs(output, self._prompt_chunks())
+            if accepted:
+                at = {row: self._rows.index(row) for row in output}
+                for row, first in at.items():
+                    end = first + len(accepted.get(row, ()))
+                    before[row] = tuple(positions[first:end])
+                    output[row] = positions[end]
+        return StepLogprobs(output, self._prompt_chunks(), before)
 
     def _prompt_chunks(self) -> dict[int, PromptChunk]:
         if self._prompt is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +16,14 @@ from engine_core.runner.logits import LogitsProcessors
 from engine_core.runner.logprobs import StepReporter
 from engine_core.runner.offload import NO_TIMES
 from engine_core.runner.per_row import upload
-from engine_core.runner.profile import run_dummy_step
+from engine_core.runner.profile import run_dummy_step, run_verifying_step
 from engine_core.runner.rows import Rows
+from engine_core.runner.verification import Verification
 from engine_core.sched.plan import StepResult
+from engine_core.sched.step_costs import MEASURED_SIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine_core.device.base import Device, Fetch
     from engine_core.model.decoder import DecoderModel
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_TOKENS = 32
 _MEASURED_TOKENS = 256
+_ROUNDS = 3
 
 
 class ModelRunner:
@@ -47,16 +52,20 @@ class ModelRunner:
         max_model_len: int,
         host_kv: HostKV | None = None,
         graph_sizes: Sequence[int] = (),
+        max_sampled_tokens: int | None = None,
     ) -> None:
         """host_kv: where plans offload KV blocks to; without it they have no such moves.
-        graph_sizes: of decode batches that are captured, ascending, on a device that can."""
+        graph_sizes: of decode batches that are captured, ascending, on a device that can.
+        max_sampled_tokens: drawn in a step, if not one for each sequence at most."""
         self._model = model
         self._ops = ops
         self._device = device
         self._kv_caches = kv_caches
         self._host_kv = host_kv
         self._rows = Rows(max_num_seqs, max_model_len, block_size=kv_caches[0].k.shape[1])
-        self._builder = BatchBuilder(self._rows, device, max_num_seqs, max_num_batched_tokens)
+        self._builder = BatchBuilder(
+            self._rows, device, max_num_seqs, max_num_batched_tokens, max_sampled_tokens
+        )
         self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids, ops)
         self._graph_sizes = graph_sizes
         self._graphs = DecodeGraphs(model, device, kv_caches, self._builder, ())
@@ -90,6 +99,27 @@ class ModelRunner:
         timer.stop()
         self._device.fence().wait()
         return MeasuredCosts(self._host_kv.measure_restore(), timer.seconds() / num_tokens)
+
+    def measure_step_costs(self) -> dict[int, float]:
+        """Seconds of a step that draws from each of its tokens, by their number: the least of
+        a few rounds over all sizes, as many on all ranks.
+
+        Where the host computes it is CPU time, of all threads: only the ratios count, and
+        these are then the same beside other processes."""
+        most = min(self._max_num_batched_tokens, self._rows.token_ids.shape[1])
+        sizes = [size for size in MEASURED_SIZES if size <= max(2, most)]
+        costs = dict.fromkeys(sizes, math.inf)
+        for _ in range(_ROUNDS):
+            for size in sizes:
+                timer, began_at = self._device.timer(), time.process_time()
+                run_verifying_step(self._model, self._ops, self._kv_caches, size)
+                timer.stop()
+                self._device.fence().wait()
+                seconds = timer.seconds()
+                if self._device.is_synchronous:
+                    seconds = time.process_time() - began_at
+                costs[size] = min(costs[size], seconds)
+        return costs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingModelStep:
@@ -128,7 +158,13 @@ class ModelRunner:
             self._last_ids[batch.sampling_rows_there] = sampled
         fetch = self._device.fetch(processed.mark_dead_ends(sampled))
         pending = PendingModelStep(
-            self._rows, batch.sampling_rows, fetch, reporter, self._processors.release, times
+            self._rows,
+            batch.sampling_rows,
+            fetch,
+            reporter,
+            self._processors.release,
+            times,
+            Verification(plan) if plan.has_drafts else None,
         )
         if self._device.is_synchronous:
             pending.result()
@@ -175,10 +211,15 @@ class PendingModelStep:
         reporter: StepReporter | None,
         release: Callable[[int], None] | None = None,
         times: MoveTimes = NO_TIMES,
+        verification: Verification | None = None,
     ) -> None:
-        """release: told each row that has drawn NO_TOKEN, and with which its request ends."""
+        """release: told each row that has drawn NO_TOKEN, and with which its request ends.
+        verification: of draft tokens, where there are any."""
         self._rows = rows
         self._release = release
+        self._verification = verification
+        if verification is not None:
+            sampling_rows = verification.rows
         self._sampling_rows = sampling_rows
         self._fetch = fetch
         self._reporter = reporter
@@ -196,8 +237,17 @@ class PendingModelStep:
     def result(self) -> StepResult:
         if self._result is None:
             ids: tuple[int, ...] = ()
+            drawn: Sequence[int] = ()
+            accepted: Mapping[int, tuple[int, ...]] = {}
             if self._fetch is not None:
                 fetched = self._fetch.wait().numpy()
+                drawn = fetched.tolist()
+                if self._verification is not None:
+                    verified = self._verification.read(drawn)
+                    accepted, fetched = verified.accepted, np.array(verified.token_ids)
+                    self._positions += self._rows.accept(
+                        self._sampling_rows, self._tenancy, accepted
+                    )
                 dead = self._rows.resolve(
                     self._sampling_rows, self._tenancy, self._positions, fetched
                 )
@@ -205,11 +255,14 @@ class PendingModelStep:
                     for row in dead.tolist():
                         self._release(row)
                 ids = tuple(fetched.tolist())
-            logprobs = None if self._reporter is None else self._reporter.result(ids)
+            logprobs = None
+            if self._reporter is not None:
+                logprobs = self._reporter.result(drawn, accepted)
             self._result = StepResult(
                 tuple(self._sampling_rows.tolist()),
                 ids,
                 logprobs,
+                accepted,
                 offload_s=self._times.offload_s,
                 restore_s=self._times.restore_s,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from engine_core.runner.rows import Rows
     from engine_core.sched.plan import NewSeq
     from kernels.ops import Ops
+
+
+class Counts(NamedTuple):
+    ids: np.ndarray
+    """[K] int64, each once."""
+    counts: np.ndarray
+    """[K] float32: occurrences in the output."""
 
 
 class TokenCounts:
@@ -51,6 +58,24 @@ class TokenCounts:
                 self._ids[at] = token_id
                 self._size += 1
             self._counts[at] += 1
+
+    def counts_with(self, output_ids: Sequence[int]) -> Counts:
+        """As if these had been fed too. O(K)."""
+        ids, counts = self.ids, self.counts
+        if not output_ids:
+            return Counts(ids, counts)
+        more: dict[int, int] = {}
+        counts = counts.copy()
+        for token_id in output_ids:
+            at = self._places.get(token_id)
+            if at is None:
+                more[token_id] = more.get(token_id, 0) + 1
+            else:
+                counts[at] += 1
+        return Counts(
+            np.concatenate([ids, np.array(list(more), np.int64)]),
+            np.concatenate([counts, np.array(list(more.values()), np.float32)]),
+        )
 
     def _grow(self) -> None:
         if self._size == len(self._ids):
@@ -97,15 +122,22 @@ class Penalties(PerRow[_Penalized]):
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
         """See LogitsProcessor. Two copies to the device and one op for the whole batch."""
         present = self._present(rows)
-        for _, row, state in present:
+        lengths = self._history.lengths(np.asarray(rows))
+        held: list[Counts] = []
+        for at, row, state in present:
             self._catch_up(row, state)
-        known = token_lists([(at, state.counts.ids) for at, _, state in present], logits.device)
+            drafts = self._history.token_ids[row, state.num_fed : lengths[at]]
+            held.append(state.counts.counts_with(drafts.tolist()))
+        known = token_lists(
+            [(at, each.ids) for (at, _, _), each in zip(present, held, strict=True)],
+            logits.device,
+        )
         floats = np.concatenate(
             [
                 np.array([state.repetition for _, _, state in present], np.float32),
                 np.array([state.frequency for _, _, state in present], np.float32),
                 np.array([state.presence for _, _, state in present], np.float32),
-                *[state.counts.counts for _, _, state in present],
+                *[each.counts for each in held],
             ]
         )
         num = len(present)

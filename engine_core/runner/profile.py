@@ -76,6 +76,36 @@ def run_dummy_step(
         sliced_report(ops, raw, sampled, top)
 
 
+@torch.inference_mode()
+def run_verifying_step(model: DecoderModel, ops: Ops, kv_caches: KVCaches, num_tokens: int) -> None:
+    """Computes num_tokens of one sequence and draws after each, as verifying draft tokens
+    does."""
+    device = kv_caches[0].k.device
+    block_size = kv_caches[0].k.shape[1]
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+    lens = torch.tensor([num_tokens], dtype=torch.int32)
+    attention = AttentionBatch(
+        query_start_loc=starts.to(device),
+        seq_lens=lens.to(device),
+        block_table=torch.zeros(1, -(-num_tokens // block_size), dtype=torch.int32, device=device),
+        num_decodes=int(num_tokens == 1),
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+        query_start_loc_host=starts,
+        seq_lens_host=lens,
+    )
+    inputs = ModelInput(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.arange(num_tokens, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        attention=attention,
+        sampling_tokens=None,
+    )
+    logits = model.forward(inputs, kv_caches)
+    assert logits is not None
+    ops.sample(logits, _sampling_batch(num_tokens, device))
+
+
 def _sampling_batch(num: int, device: torch.device) -> SamplingBatch:
     """Every filter on, which is what takes most memory."""
     zeros = torch.zeros(num, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ from engine_core.sched.plan import NO_TOKEN
 from kernels.lora import NO_SLOT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine_core.sched.plan import NewSeq, StepPlan
 
@@ -69,6 +69,8 @@ class Rows:
             assert self._held[seq.row], seq
             if seq.new_block_ids:
                 self._append_blocks(seq.row, seq.new_block_ids)
+            if seq.draft_token_ids:
+                self._write_drafts(seq.row, seq.draft_token_ids)
 
     def _free(self, row: int) -> None:
         assert self._held[row], row
@@ -120,6 +122,42 @@ class Rows:
         assert end <= self.block_table.shape[1], (row, end)
         self.block_table[row, start:end] = block_ids
         self.num_blocks[row] = end
+
+    def _write_drafts(self, row: int, token_ids: Sequence[int]) -> None:
+        """Behind the known ids, without counting them."""
+        begin = self.num_tokens[row]
+        end = begin + len(token_ids)
+        assert end < self.token_ids.shape[1], (row, end)
+        self.token_ids[row, begin:end] = token_ids
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """[S] ids that a token drawn at each of the places follows.
+
+        A row with draft tokens has several places beside each other: the first comes after
+        its known ids, each further one after a draft token more.
+        """
+        known: np.ndarray = self.num_tokens[rows]
+        again = rows[1:] == rows[:-1]
+        if not again.any():
+            return known
+        places = np.arange(len(rows))
+        firsts = np.where(np.append(False, again), 0, places)
+        return known + places - np.maximum.accumulate(firsts)
+
+    def accept(
+        self, rows: np.ndarray, tenancy: np.ndarray, accepted: Mapping[int, Sequence[int]]
+    ) -> np.ndarray:
+        """Draft tokens of some of the rows were drawn, before the unresolved id that each has
+        at its end. Returns how many of each row's [R]."""
+        nums = np.zeros(len(rows), np.int64)
+        for at, row in enumerate(rows.tolist()):
+            token_ids = accepted.get(row, ())
+            nums[at] = len(token_ids)
+            if token_ids and self.tenancy[row] == tenancy[at]:
+                begin = self.num_tokens[row] - 1
+                self.token_ids[row, begin : begin + len(token_ids)] = token_ids
+                self.num_tokens[row] += len(token_ids)
+        return nums
 
     def append_unresolved(self, rows: np.ndarray) -> None:
         """A token was sampled for each of rows; its id comes later, by resolve()."""

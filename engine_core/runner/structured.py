@@ -34,6 +34,32 @@ class _Constrained:
     failed: bool = False
 
 
+class _LookAhead:
+    """A follower that is past draft tokens for as long as their masks are made."""
+
+    def __init__(self) -> None:
+        self._state: _Constrained | None = None
+        self._num_past = 0
+
+    def move(self, state: _Constrained, drafts: Sequence[int]) -> bool:
+        """Whether there is a mask for what comes after the known ids and these drafts, one more
+        than at the last call for the same row. There is none where no token is to be drawn:
+        beyond an end, or a draft token that has no place."""
+        if state is not self._state or not drafts:
+            self.move_home()
+            self._state = state
+        if state.ended:
+            return False
+        if len(drafts) == self._num_past + 1 and drafts[-1] not in state.ends:
+            self._num_past += state.follower.try_consume(drafts[-1])
+        return len(drafts) == self._num_past
+
+    def move_home(self) -> None:
+        if self._state is not None and self._num_past:
+            self._state.follower.take_back(self._num_past)
+        self._state, self._num_past = None, 0
+
+
 class StructuredOutputs(PerRow[_Constrained]):
     """Bans what the grammar has no place for. Only the output is read, never the prompt."""
 
@@ -57,14 +83,18 @@ class StructuredOutputs(PerRow[_Constrained]):
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
         """See LogitsProcessor. One walk of the vocabulary's trie for each row."""
         present = self._present(rows)
+        lengths = self._history.lengths(np.asarray(rows))
         masks = np.zeros((len(present), max(state.mask_words for _, _, state in present)), np.int32)
-        for mask, (_, row, state) in zip(masks, present, strict=True):
+        ahead = _LookAhead()
+        for mask, (at, row, state) in zip(masks, present, strict=True):
             self._catch_up(row, state)
-            if state.ended:
+            drafts = self._history.token_ids[row, state.num_fed : lengths[at]].tolist()
+            if not ahead.move(state, drafts):
                 mask[:] = -1
                 continue
             state.follower.fill_mask(mask[: state.mask_words])
             self._report_failure(state)
+        ahead.move_home()
         banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
         banned = banned[:, : logits.shape[1]].view(np.bool_)
         places = [at for at, _, _ in present]

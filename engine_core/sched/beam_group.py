@@ -138,3 +138,13 @@ def _common_prefix(ids: array[int], others: array[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def together(request: Request) -> list[Request]:
+    """Those that run and end with a request that runs, itself among them."""
+    return [request] if request.group is None else request.group.in_rows
+
+
+def num_forks(request: Request) -> int:
+    """Beams that may still join it, each with a block of its own."""
+    return max(0, request.num_reserved_rows - 1)

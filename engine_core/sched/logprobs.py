@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine_core.request import Request, Status
@@ -24,7 +24,8 @@ class DrawnLogprobs:
 
     request: Request
     output: tuple[PositionLogprobs, ...]
-    """Of the drawn token; empty if only the prompt's were asked for."""
+    """Of the drawn token, and the draft tokens accepted before it; empty if only the prompt's
+    were asked for."""
     prompt: tuple[PositionLogprobs, ...]
     """All prompt positions with the first token, else empty."""
 
@@ -76,12 +77,22 @@ def take_logprobs(
         chunk = logprobs.prompt.get(seq.row)
         if chunk is not None and collected is not None:
             collected.take(chunk.first, chunk.positions)
-        if token_ids.get(seq.row, NO_TOKEN) == NO_TOKEN:
+        output = logprobs.accepted.get(seq.row, ())
+        if token_ids.get(seq.row, NO_TOKEN) != NO_TOKEN:
+            if seq.row in logprobs.output:
+                output = (*output, logprobs.output[seq.row])
+        elif not output:
             continue
-        output = logprobs.output.get(seq.row)
-        if output is not None or collected is not None:
+        if output or collected is not None:
             prompt = () if collected is None else tuple(collected.positions)
             assert len(prompt) in (0, request.num_prompt_tokens), (request, len(prompt))
-            drawn.append(DrawnLogprobs(request, () if output is None else (output,), prompt))
+            drawn.append(DrawnLogprobs(request, output, prompt))
             request.prompt_logprobs = None
     return drawn
+
+
+def cut_logprobs(drawn: list[DrawnLogprobs], request: Request, num_tokens: int) -> None:
+    """Leaves a request those of its first num_tokens tokens."""
+    for at, each in enumerate(drawn):
+        if each.request is request:
+            drawn[at] = replace(each, output=each.output[:num_tokens])

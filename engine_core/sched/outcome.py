@@ -17,7 +17,7 @@ class StepOutcome:
     started: list[Request] = field(default_factory=list)
     """Left the queue for the first time."""
     sampled: list[Request] = field(default_factory=list)
-    """Drew a token; parallel to token_ids."""
+    """Drew a token; parallel to token_ids. Who drew several stands here as often, in a row."""
     token_ids: list[int] = field(default_factory=list)
     searched: list[Request] = field(default_factory=list)
     """Leaders of beam searches, once for each of their beams that drew."""

@@ -53,6 +53,12 @@ class SeqStep(msgspec.Struct, frozen=True, gc=False):
     0            num_computed      +num_new            num_tokens
     | KV in cache    | computed now    | later steps       |
                                                            ^ sampled, if reached
+
+    With draft tokens the ids reach beyond those that are known:
+
+    0            num_computed      num_tokens      +num_new
+    | KV in cache    | computed now: known | draft tokens |
+                                         ^ sampled, and after each draft token
     """
 
     row: int
@@ -62,6 +68,9 @@ class SeqStep(msgspec.Struct, frozen=True, gc=False):
     """Appended to the row's block table before the step runs."""
     samples: bool
     """Whether the step reaches the last known id, so that a token is drawn."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Guesses at the ids that follow, which are the last of the new ones: a token is drawn
+    at each of their places too, and counts if all the guesses before it were right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +96,13 @@ class StepPlan:
     """Rows to forget; applied before new_seqs."""
     new_seqs: tuple[NewSeq, ...]
     seqs: tuple[SeqStep, ...]
-    """Decodes (one new token, sampling) first, then prefill chunks."""
+    """Decodes (one new token, sampling) first, then those with draft tokens, then prefill
+    chunks."""
     moves: BlockMoves = NO_MOVES
     chosen: tuple[tuple[int, int], ...] = ()
     """(row, token id): the row's last token is this one, whatever was drawn."""
+    has_drafts: bool = False
+    """Whether any of seqs has draft tokens. The next plan is launched after the result."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +126,8 @@ class StepLogprobs:
     """Of the tokens drawn."""
     prompt: Mapping[int, PromptChunk] = field(default_factory=dict)
     """Of the prompt tokens that this step's logits predict."""
+    accepted: Mapping[int, tuple[PositionLogprobs, ...]] = field(default_factory=dict)
+    """Of the draft tokens in StepResult.accepted; `output` is of the token after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +138,9 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: StepLogprobs | None = None
     """None where no row asked."""
+    accepted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By row, for the rows with draft tokens: the leading ones that were drawn too. What
+    was drawn after them is in token_ids."""
     offload_s: float = 0.0
     """Seconds that the plan's offloads took."""
     restore_s: float = 0.0

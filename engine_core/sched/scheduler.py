@@ -8,9 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from engine_core.request import Request, Status
+from engine_core.sched.beam_group import num_forks, together
 from engine_core.sched.draft import Draft
+from engine_core.sched.integrity import check_requests
 from engine_core.sched.limits import SchedulerLimits
-from engine_core.sched.logprobs import take_logprobs
+from engine_core.sched.logprobs import cut_logprobs, take_logprobs
 from engine_core.sched.outcome import StepOutcome
 from engine_core.sched.plan import NO_MOVES, NO_TOKEN, NewSeq, StepPlan, StepResult
 from engine_core.sched.policy import FairPolicy
@@ -18,11 +20,13 @@ from engine_core.sched.stop import end_status, has_room, is_ending
 from pagewire.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine_core.kv.manager import Fork, KVManager, PrefixHit
     from engine_core.sched.beam_group import BeamGroup, Entry
+    from engine_core.sched.plan import SeqStep
     from engine_core.sched.policy import Policy
+    from engine_core.sched.speculation import Speculation
     from pagewire.wire.messages import PositionLogprobs
 
 __all__ = ["Scheduler", "SchedulerLimits", "StepOutcome"]
@@ -58,12 +62,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, kv_manager: KVManager, policy: Policy | None = None
+        self,
+        limits: SchedulerLimits,
+        kv_manager: KVManager,
+        policy: Policy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        """speculation: needs update() before the next schedule(). Default: no draft tokens."""
         self.limits = limits
         self.kv_manager = kv_manager
         self.policy: Policy = policy if policy is not None else FairPolicy()
         self.waiting = self.policy.waiting
+        self.speculation = speculation
         self.running: list[Request] = []
         """In the policy's running order: the last one is preempted first."""
         self.step = 0
@@ -99,7 +109,7 @@ class Scheduler:
         writes them after that step, and the token it draws is dropped.
         """
         if request.status is Status.RUNNING:
-            for member in _together(request):
+            for member in together(request):
                 self.running.remove(member)
                 self._leave_row(member)
                 member.move(status)
@@ -124,6 +134,7 @@ class Scheduler:
         draft.spare_decodes(self.limits.max_mixed_prefill_tokens)
         self._grow_prefills(draft)
         self._admit_waiting(draft, now)
+        self._speculate(draft)
         plan = self._seal(draft)
         self._advance_computed(draft)
         return plan
@@ -147,14 +158,18 @@ class Scheduler:
                 assert row == seq.row, (plan.step, row, seq.row)
             status, group = request.status, request.group
             if status is running:
-                register(request.table, seq.num_computed_tokens + seq.num_new_tokens)
+                num_sure = seq.num_new_tokens - len(seq.draft_token_ids)
+                register(request.table, seq.num_computed_tokens + num_sure)
             elif status is not preempted:
                 continue
             if token_id is None:
                 continue
             if group is None:
                 request.num_unread -= 1
-                self._take_token(request, token_id, now, outcome)
+                if seq.draft_token_ids:
+                    self._take_accepted(request, seq, result.accepted[seq.row], now, outcome)
+                if request.status is status:
+                    self._take_token(request, token_id, now, outcome)
             elif status is running:
                 assert result.logprobs is not None
                 candidates = result.logprobs.output[seq.row]
@@ -176,20 +191,11 @@ class Scheduler:
         """Compares blocks, tables, rows and queues. Raises IntegrityError or
         AssertionError."""
         self.kv_manager.check_integrity()
+        check_requests(self.running, self.waiting, self.policy)
         rows = [request.row for request in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), rows
-        keys = [self.policy.running_key(request) for request in self.running]
-        assert keys == sorted(keys), keys
-        assert all(request.status is Status.RUNNING for request in self.running)
-        for request in self.waiting:
-            assert request.status in (Status.WAITING, Status.PREEMPTED), request
-            assert not request.table.blocks, request
-            assert request.row == -1, request
-            assert request.num_computed_tokens == 0, request
         unread = [request.num_unread for request in (*self.running, *self.waiting)]
         assert max(unread, default=0) <= len(self._in_flight), (unread, self._in_flight)
-        assert len(set(self.running)) == len(self.running), "a request runs twice"
-        assert all(request in _together(request) for request in self.running)
         num_held = sum(len(request.table.blocks) > 0 for request in self.running)
         assert num_held == self.kv_manager.num_tables, (num_held, self.kv_manager.num_tables)
 
@@ -290,7 +296,7 @@ class Scheduler:
     def _preempt(self, victim: Request, draft: Draft) -> None:
         """Back to the front of its priority in the queue, to be recomputed. A beam takes
         its whole search with it."""
-        members = _together(victim)
+        members = together(victim)
         # They have one place in the order, so they are beside each other.
         assert set(self.running[-len(members) :]) == set(members), victim
         del self.running[-len(members) :]
@@ -330,7 +336,7 @@ class Scheduler:
             num_new = min(num_left, self.limits.max_chunk, draft.budget)
             # Room for a whole prompt is asked for, beside what the prompts in chunks
             # are still owed: no two ever count on the same blocks.
-            reserve = owed + self._watermark() + _num_forks(request) if self.running else 0
+            reserve = owed + self._watermark() + num_forks(request) if self.running else 0
             block_ids = self.kv_manager.admit(request.table, hit, num_new, reserve)
             if block_ids is None:
                 break
@@ -340,9 +346,14 @@ class Scheduler:
             owed += self._owed(request)
         assert self.running or not self.waiting, "a request that fits alone was not admitted"
 
+    def _speculate(self, draft: Draft) -> None:
+        """Draft tokens for decodes, of what nobody else wants."""
+        if self.speculation is not None:
+            self.speculation.extend(draft, self.kv_manager)
+
     def _owed(self, request: Request) -> int:
         """Blocks that its known ids, and the beams to come, will take beyond those it has."""
-        return self.kv_manager.blocks_ahead(request.table) + _num_forks(request)
+        return self.kv_manager.blocks_ahead(request.table) + num_forks(request)
 
     def _watermark(self) -> int:
         """Blocks that an admission leaves free, so that it does not force a
@@ -369,19 +380,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.num_computed_tokens = num_cached
         insort(self.running, request, key=self.policy.running_key)
-        wanted = request.prompt_logprobs
-        draft.new_seqs.append(
-            NewSeq(
-                request.row,
-                tuple(request.token_ids),
-                request.num_prompt_tokens,
-                request.sampling,
-                None if wanted is None else len(wanted.positions),
-                request.grammar,
-                request.sample_index,
-                adapter_slot=request.adapter_slot,
-            )
-        )
+        draft.enter(request)
 
     def _leave_row(self, request: Request, *, told: bool = True) -> None:
         """told: whether the runner knows of it."""
@@ -408,7 +407,8 @@ class Scheduler:
         left = draft.budget + draft.held_back
         self.num_batched_tokens = self.limits.max_num_batched_tokens - left
         new_seqs = (*draft.new_seqs, *draft.forks.values())
-        return StepPlan(self.step, freed_rows, new_seqs, tuple(draft.seqs), moves, chosen)
+        seqs = tuple(draft.seqs)
+        return StepPlan(self.step, freed_rows, new_seqs, seqs, moves, chosen, draft.has_drafts)
 
     def _advance_computed(self, draft: Draft) -> None:
         """The one place where num_computed_tokens moves forward after admission, and with it
@@ -419,15 +419,33 @@ class Scheduler:
         update(), when their KV is really there.
         """
         for request, seq in zip(draft.requests, draft.seqs, strict=True):
-            request.num_computed_tokens += seq.num_new_tokens
+            request.num_computed_tokens += seq.num_new_tokens - len(seq.draft_token_ids)
             if seq.samples and request.group is None:
                 request.num_unread += 1
+
+    def _take_accepted(
+        self,
+        request: Request,
+        seq: SeqStep,
+        accepted: Sequence[int],
+        now: float,
+        outcome: StepOutcome,
+    ) -> None:
+        """Draft tokens that were drawn too; their KV is there. One may end the request."""
+        assert self.speculation is not None
+        self.speculation.observe(request, len(seq.draft_token_ids), len(accepted))
+        for num, token_id in enumerate(accepted, start=1):
+            self._take_token(request, token_id, now, outcome)
+            if request.is_finished:
+                cut_logprobs(outcome.logprobs, request, num)
+                return
+            request.num_computed_tokens += 1
+            self.kv_manager.register_computed(request.table, request.num_computed_tokens)
 
     def _take_token(
         self, request: Request, token_id: int, now: float, outcome: StepOutcome
     ) -> None:
         if token_id == NO_TOKEN:
-            outcome.logprobs = [drawn for drawn in outcome.logprobs if drawn.request is not request]
             outcome.dead_ends.append(request)
             self._end(request, Status.FAILED)
             return
@@ -488,13 +506,3 @@ class Scheduler:
         self.running.remove(beam)
         self._leave_row(beam)
         beam.move(Status.PREEMPTED)
-
-
-def _together(request: Request) -> list[Request]:
-    """Those that run and end with a request that runs, itself among them."""
-    return [request] if request.group is None else request.group.in_rows
-
-
-def _num_forks(request: Request) -> int:
-    """Beams that may still join it, each with a block of its own."""
-    return max(0, request.num_reserved_rows - 1)

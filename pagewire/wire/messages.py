@@ -242,6 +242,13 @@ class StepStats(Message, frozen=True):
     total_restored_blocks: int = 0
     num_free_cached_blocks: int = 0
     """Of num_free_blocks: those whose content a prompt can hit."""
+    total_drafts: int = 0
+    """Guesses, of one or more draft tokens, that were verified."""
+    total_draft_tokens: int = 0
+    total_accepted_tokens: int = 0
+    """Draft tokens that were right."""
+    total_accepted_per_position: tuple[int, ...] = ()
+    """The same by their place in the guess."""
 
 
 class StepOutput(Message, frozen=True):

@@ -11,13 +11,17 @@ import pytest
 
 from engine_core.kv.restore_policy import MeasuredCosts
 from engine_core.sched.policy import make_policy
+from engine_core.sched.speculation import Speculation
+from engine_core.sched.step_costs import StepCosts
 from pagewire.types import FinishReason
-from tests.support.fake_model import EOS, FakeEngine, alone
+from tests.support.fake_model import EOS, FakeEngine, Oracle, alone
 
 SCHEDULES_PER_SEED = 80
 SEEDS = 24
 ASYNC_SEEDS = 5
 """Of them with plans made before the last result is read."""
+SPECULATING_SEEDS = 5
+"""Of them with draft tokens, of which some are wrong."""
 
 
 @dataclass
@@ -49,8 +53,21 @@ class Plan:
         return alone(self.known, self.max_tokens - self.num_output, tuple(stops), self.sample_index)
 
 
-def make_engine(rng: random.Random, *, crowded: bool, async_scheduling: bool) -> FakeEngine:
+def make_speculation(rng: random.Random) -> Speculation:
+    """Over a device on which more tokens cost nothing, or next to nothing."""
+    return Speculation(
+        Oracle(rng, wrong=rng.choice([0.0, 0.1, 0.3])),
+        StepCosts({1: 1.0, 64: rng.choice([1.0, 2.0, 8.0])}),
+        num_speculative_tokens=rng.choice([1, 3, 8]),
+        max_sampled_tokens=rng.choice([8, 12, 64]),
+    )
+
+
+def make_engine(
+    rng: random.Random, *, crowded: bool, async_scheduling: bool, speculates: bool
+) -> FakeEngine:
     """crowded: many run at once in a pool that a few of them fill."""
+    speculation = make_speculation(rng) if speculates else None
     if crowded:
         block_size = rng.choice([1, 2, 4])
         return FakeEngine(
@@ -59,6 +76,7 @@ def make_engine(rng: random.Random, *, crowded: bool, async_scheduling: bool) ->
             max_num_batched_tokens=rng.choice([3, 6, 8, 16, 64]),
             max_model_len=90,
             async_scheduling=async_scheduling,
+            speculation=speculation,
             **scheduling(rng),
         )
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
@@ -72,6 +90,7 @@ def make_engine(rng: random.Random, *, crowded: bool, async_scheduling: bool) ->
         max_model_len=rng.choice([20, 60, 90]),
         enable_prefix_caching=rng.random() < 0.85,
         async_scheduling=async_scheduling,
+        speculation=speculation,
         **scheduling(rng),
     )
 
@@ -192,6 +211,13 @@ def drive(rng: random.Random, engine: FakeEngine, plans: list[Plan]) -> None:
         turn += 1
 
 
+def count_drafts(speculation: Speculation) -> tuple[int, int]:
+    """Draft tokens that were made, and those that were right."""
+    right = speculation.num_accepted_tokens
+    assert right == sum(speculation.num_accepted_per_position) <= speculation.num_draft_tokens
+    return speculation.num_draft_tokens, right
+
+
 def check(engine: FakeEngine, plans: list[Plan]) -> None:
     for plan in plans:
         heard = engine.of(plan.request_id, plan.frontend_id)
@@ -215,15 +241,23 @@ def check(engine: FakeEngine, plans: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "async_scheduling"),
-    [*((seed, False) for seed in range(SEEDS)), *((seed, True) for seed in range(ASYNC_SEEDS))],
+    ("seed", "how"),
+    [
+        *((seed, "") for seed in range(SEEDS)),
+        *((seed, "async") for seed in range(ASYNC_SEEDS)),
+        *((seed, "speculating") for seed in range(SPECULATING_SEEDS)),
+    ],
 )
-def test_text_is_the_same_under_any_schedule(seed: int, async_scheduling: bool) -> None:
+def test_text_is_the_same_under_any_schedule(seed: int, how: str) -> None:
     rng = random.Random(seed)
+    async_scheduling, speculates = how == "async", how == "speculating"
+    num_accepted = num_rejected = 0
     num_preemptions = num_hits = num_aborts = num_missed = num_offloaded = num_restored = 0
     for _ in range(SCHEDULES_PER_SEED):
         crowded = rng.random() < 0.35
-        engine = make_engine(rng, crowded=crowded, async_scheduling=async_scheduling)
+        engine = make_engine(
+            rng, crowded=crowded, async_scheduling=async_scheduling, speculates=speculates
+        )
         plans = make_plans(rng, engine, crowded=crowded)
         drive(rng, engine, plans)
         check(engine, plans)
@@ -233,9 +267,14 @@ def test_text_is_the_same_under_any_schedule(seed: int, async_scheduling: bool) 
         if engine.offload is not None:
             num_offloaded += engine.offload.num_offloaded_blocks
             num_restored += engine.offload.num_restored_blocks
+        if engine.scheduler.speculation is not None:
+            made, right = count_drafts(engine.scheduler.speculation)
+            num_accepted += right
+            num_rejected += made - right
         num_aborts += sum(h.reason is FinishReason.ABORT for h in engine.heard.values())
         num_missed += sum(h.finished[0].deadline_missed for h in engine.heard.values())
     # What the schedules are for must really have happened in them.
+    assert speculates == (num_accepted >= 100) == (num_rejected >= 30)
     assert num_preemptions >= 5
     assert num_hits >= 30
     assert num_aborts >= 5

@@ -181,3 +181,30 @@ async def test_a_dead_end_hurts_nobody_else(api: Api) -> None:
     assert "leave no token to draw" in str(raised.value.details())
     await api.at_rest()
     assert len(ids_of(await ask(api, "Hello", max_tokens=2))) == 2
+
+
+# sgl-project/sglang#31599, vllm-project/vllm#47616: several tokens come per step.
+@pytest.mark.parametrize(
+    ("max_tokens", "reason", "num_tokens", "text"),
+    [
+        (4, common_pb2.FINISH_REASON_STOP, 3, ""),
+        (2, common_pb2.FINISH_REASON_LENGTH, 2, " beta beta"),
+    ],
+)
+async def test_an_end_within_guessed_tokens(
+    api: Api, max_tokens: int, reason: int, num_tokens: int, text: str
+) -> None:
+    response = await ask(
+        api,
+        " beta beta beta beta beta beta",
+        max_tokens=max_tokens,
+        logit_bias={BETA: 100},
+        stop=[" beta beta beta"],
+        logprobs=1,
+    )
+    (output,) = response.outputs
+    assert output.text == text
+    assert output.finish_reason == reason
+    assert list(output.token_ids) == [BETA] * num_tokens
+    assert [position.token.token_id for position in output.logprobs] == [BETA] * num_tokens
+    assert response.usage.completion_tokens == num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,11 +27,11 @@ from kernels.ops import AttentionBatch
 from kernels.registry import load_ops
 from pagewire.model_source import resolve_model
 from pagewire.types import FinishReason, SamplingParams
-from pagewire.wire.codec import pack_ids, unpack_ids, unpack_request_ids
+from pagewire.wire.codec import pack_ids, unpack_counts, unpack_ids, unpack_request_ids
 from pagewire.wire.messages import Add
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine_core.grammar.gate import GrammarGate
     from engine_core.lora.adapters import Adapters
@@ -40,10 +41,13 @@ if TYPE_CHECKING:
     from engine_core.model.quantization import Quantization
     from engine_core.parallel.group import RankGroup
     from engine_core.runner.base import Runner
+    from engine_core.sched.speculation import Speculation
     from kernels.ops import Ops
+    from pagewire.wire.messages import StepOutput
 
 FRONTEND_ID = 7
 EPOCH = 11
+MAX_SAMPLED = 64
 _STEP_LIMIT = 5000
 
 
@@ -65,6 +69,7 @@ class Engine:
         graph_sizes: Sequence[int] = (),
         adapters: Adapters | None = None,
         lead: Callable[[Runner], Runner] = lambda runner: runner,
+        speculation: Speculation | None = None,
     ) -> None:
         """lead: what of several ranks takes the plans."""
         kv_caches = allocate_kv_caches(
@@ -93,6 +98,7 @@ class Engine:
                 eos_token_ids=loaded.config.eos_token_ids,
             ),
             self.kv_manager,
+            speculation=speculation,
         )
         self.runner = ModelRunner(
             loaded.model,
@@ -104,6 +110,7 @@ class Engine:
             max_model_len=loaded.max_model_len,
             host_kv=host_kv,
             graph_sizes=graph_sizes,
+            max_sampled_tokens=max(max_num_seqs, MAX_SAMPLED),
         )
         if graph_sizes:
             self.runner.warm_up()
@@ -127,9 +134,17 @@ class Engine:
         """All prompts at once, greedily unless sampling says otherwise, past any EOS; adapters:
         the name of one for each."""
         sampling = sampling or SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
+        return self.generate_each([(prompt, sampling) for prompt in prompts], adapters)
+
+    def generate_each(
+        self,
+        asked: Sequence[tuple[Sequence[int], SamplingParams]],
+        adapters: Sequence[str] | None = None,
+    ) -> list[list[int]]:
+        """The outputs of (prompt, sampling), all at once."""
         outputs: dict[int, list[int]] = {}
-        names = adapters or [""] * len(prompts)
-        for prompt, name in zip(prompts, names, strict=True):
+        names = adapters or [""] * len(asked)
+        for (prompt, sampling), name in zip(asked, names, strict=True):
             outputs[self._next_id] = []
             add = Add(self._next_id, EPOCH, pack_ids(prompt), 0, sampling, adapter=name)
             self.core.add(FRONTEND_ID, add, received_at=0.0)
@@ -144,11 +159,19 @@ class Engine:
         raise AssertionError(f"not finished after {_STEP_LIMIT} steps: {self.core.stats()}")
 
     def _take(self, output: Any, outputs: dict[int, list[int]]) -> None:
-        ids = unpack_request_ids(output.request_ids)
-        for request_id, token_id in zip(ids, unpack_ids(output.token_ids), strict=True):
-            outputs[request_id].append(token_id)
+        for request_id, token_ids in rows_of(output):
+            outputs[request_id] += token_ids
         for finished in output.finished:
             assert finished.reason in (FinishReason.LENGTH, FinishReason.STOP), finished
+
+
+def rows_of(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
+    """(request id, its new ids)"""
+    token_ids = iter(unpack_ids(output.token_ids))
+    counts = unpack_counts(output.counts)
+    for request_id, count in zip(unpack_request_ids(output.request_ids), counts, strict=True):
+        yield request_id, list(islice(token_ids, count))
+    assert next(token_ids, None) is None
 
 
 @dataclass

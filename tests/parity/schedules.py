@@ -11,9 +11,9 @@ from engine_core.grammar.gate import GrammarGate
 from engine_core.grammar.vocabulary import read_vocabulary
 from pagewire.model_source import resolve_model
 from pagewire.types import FinishReason
-from pagewire.wire.codec import pack_ids, unpack_ids, unpack_request_ids
+from pagewire.wire.codec import pack_ids
 from pagewire.wire.messages import Add
-from tests.parity.harness import EPOCH, FRONTEND_ID
+from tests.parity.harness import EPOCH, FRONTEND_ID, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,9 +115,8 @@ def _add(number: int, one: Asked, numbers: dict[Asked, int]) -> Add:
 
 
 def _take(output: StepOutput, answers: list[Answer]) -> None:
-    ids = unpack_request_ids(output.request_ids)
-    for number, token_id in zip(ids, unpack_ids(output.token_ids), strict=True):
-        answers[number].ids.append(token_id)
+    for number, token_ids in rows_of(output):
+        answers[number].ids += token_ids
     for logprobs in output.logprobs:
         answers[logprobs.request_id].output += logprobs.output
         answers[logprobs.request_id].prompt += logprobs.prompt

@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from engine_core.sched.speculation import Speculation
+from engine_core.sched.step_costs import StepCosts
 from pagewire.types import BeamParams, FinishReason, SamplingParams, StructuredOutput
-from tests.parity.harness import Engine, load
-from tests.parity.schedules import Asked, Grammars, serve
+from tests.parity.harness import MAX_SAMPLED, Engine, load
+from tests.parity.schedules import Answer, Asked, Grammars, serve
 from tests.support.tiny_model import EOS_ID, TinySpec, write_hf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from engine_core.request import Request
     from tests.parity.harness import Loaded
 
 NUM_REQUESTS = 260
@@ -129,13 +132,61 @@ def grammars(model: Path) -> Iterator[Grammars]:
     grammars.gate.close()
 
 
-def test_mixed_requests_get_what_they_get_alone(loaded: Loaded, grammars: Grammars) -> None:
-    asked = draw_requests(random.Random(4))
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    return draw_requests(random.Random(4))
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: Loaded, grammars: Grammars, asked: list[Asked]) -> list[Answer]:
+    """What each of them gets."""
     roomy = Engine(loaded, grammars=grammars.gate)
-    alone = [
+    return [
         serve(roomy, [replace(one, arrives=0, aborts=None, leader=None)], grammars)[0]
         for one in asked
     ]
+
+
+class Answers:
+    """A Drafter that knows the answers, and is wrong now and then: also with what ends an
+    output, or has no place in a grammar."""
+
+    def __init__(self, alone: Sequence[Answer]) -> None:
+        self._alone = alone
+        self._rng = random.Random(5)
+
+    def begin_step(self) -> None:
+        pass
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        begin = request.num_output_tokens
+        ids = self._alone[request.request_id].ids[begin : begin + most]
+        wrong = [self._rng.randrange(SPEC.vocab_size) for _ in range(most)]
+        ids += wrong[len(ids) :]
+        return [
+            token_id if self._rng.random() < 0.85 else other
+            for token_id, other in zip(ids, wrong, strict=True)
+        ]
+
+
+def make_speculation(alone: Sequence[Answer]) -> Speculation:
+    """On a device on which more tokens cost nothing."""
+    return Speculation(
+        Answers(alone),
+        StepCosts({1: 1.0, 64: 1.0}),
+        num_speculative_tokens=5,
+        max_sampled_tokens=MAX_SAMPLED,
+    )
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_mixed_requests_get_what_they_get_alone(
+    loaded: Loaded,
+    grammars: Grammars,
+    asked: list[Asked],
+    alone: list[Answer],
+    speculates: bool,
+) -> None:
     engine = Engine(
         loaded,
         num_blocks=27,
@@ -145,6 +196,7 @@ def test_mixed_requests_get_what_they_get_alone(loaded: Loaded, grammars: Gramma
         prefix_caching=True,
         num_host_blocks=60,
         grammars=grammars.gate,
+        speculation=make_speculation(alone) if speculates else None,
     )
     together = serve(engine, asked, grammars)
     num_aborted = 0
@@ -166,3 +218,6 @@ def test_mixed_requests_get_what_they_get_alone(loaded: Loaded, grammars: Gramma
     assert stats.total_restored_blocks > 0
     assert sum(len(answer.beams) > 0 for answer in together) > 15
     assert {answer.reason for answer in alone} == {FinishReason.STOP, FinishReason.LENGTH}
+    if speculates:
+        assert stats.total_accepted_tokens > 300
+        assert stats.total_draft_tokens - stats.total_accepted_tokens > 300

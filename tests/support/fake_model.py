@@ -48,9 +48,12 @@ from pagewire.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Sequence
 
+    from engine_core.request import Request
     from engine_core.sched.policy import Policy
+    from engine_core.sched.speculation import Speculation
 
 VOCAB_SIZE = 61
 EOS = 2
@@ -104,6 +107,25 @@ def alone(
             break
         values.append(token_kv(values[-1], output[-1]))
     return output
+
+
+class Oracle:
+    """A Drafter that knows what comes, and is wrong at each place with a given chance."""
+
+    def __init__(self, rng: random.Random, wrong: float, *, short: bool = True) -> None:
+        """short: guesses are as often shorter than they may be."""
+        self._rng = rng
+        self._wrong = wrong
+        self._short = short
+
+    def begin_step(self) -> None:
+        pass
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        known = request.token_ids.tolist()
+        num = self._rng.randint(0, most) if self._short else most
+        ids = alone(known, num, (), request.sample_index)
+        return [(token_id + (self._rng.random() < self._wrong)) % VOCAB_SIZE for token_id in ids]
 
 
 @dataclass(slots=True)
@@ -166,11 +188,14 @@ class FakeRunner:
         for step in plan.seqs:
             self._write(step)
         drawn = [(step.row, self._draw(step)) for step in plan.seqs if step.samples]
+        drafted = [step.row for step in plan.seqs if step.draft_token_ids]
+        accepted = {row: tuple(ids[:-1]) for row, ids in drawn if row in drafted}
         return DonePending(
             StepResult(
                 tuple(row for row, _ in drawn),
-                tuple(token_id for _, token_id in drawn),
+                tuple(ids[-1] for _, ids in drawn),
                 self._candidates(plan),
+                accepted,
                 restore_s=self.block_copy_s * len(plan.moves.restore),
             ),
             lambda: self.on_read(plan),
@@ -200,6 +225,7 @@ class FakeRunner:
     def _check(self, plan: StepPlan) -> None:
         assert plan.seqs, "an empty plan was launched"
         assert plan.num_tokens <= self._limits.max_num_batched_tokens
+        assert plan.has_drafts == any(seq.draft_token_ids for seq in plan.seqs)
         assert len(plan.seqs) <= self._limits.max_num_seqs
         assert not self.plans or plan.step > self.plans[-1].step
         rows = [seq.row for seq in plan.seqs]
@@ -233,8 +259,11 @@ class FakeRunner:
         assert step.num_computed_tokens == row.computed
         assert step.num_new_tokens >= 1
         end = row.computed + step.num_new_tokens
-        assert end <= len(row.token_ids)
-        assert step.samples == (end == len(row.token_ids))
+        token_ids = [*row.token_ids, *step.draft_token_ids]
+        assert end <= len(token_ids)
+        assert step.samples == (end == len(token_ids))
+        assert step.samples or not step.draft_token_ids
+        assert len(token_ids) < self._limits.max_model_len or not step.draft_token_ids
         row.table.extend(step.new_block_ids)
         assert end <= len(row.table) * self._block_size
         # Only a prefix that is never written again may be shared.
@@ -244,7 +273,7 @@ class FakeRunner:
             assert number == step.row or written.isdisjoint(other.table)
         previous = self._read(row, row.computed)[-1] if row.computed else row.start
         for position in range(row.computed, end):
-            previous = token_kv(int(previous), row.token_ids[position])
+            previous = token_kv(int(previous), token_ids[position])
             block, offset = divmod(position, self._block_size)
             self.kv[row.table[block], offset] = previous
         row.computed = end
@@ -268,11 +297,19 @@ class FakeRunner:
         num_blocks = -(-num_tokens // self._block_size)
         return self.kv[row.table[:num_blocks]].reshape(-1)[:num_tokens]
 
-    def _draw(self, step: SeqStep) -> int:
-        row = self.rows[step.row]
-        token_id = next_token(self._read(row, row.computed), self._vocab_size, row.sample_index)
-        row.token_ids.append(token_id)
-        return token_id
+    def _draw(self, step: SeqStep) -> list[int]:
+        """After the known ids, and after each draft token as long as they are right."""
+        row, drafts = self.rows[step.row], step.draft_token_ids
+        row.computed -= len(drafts)
+        drawn: list[int] = []
+        for draft in (*drafts, None):
+            values = self._read(row, row.computed)
+            drawn.append(next_token(values, self._vocab_size, row.sample_index))
+            if drawn[-1] != draft:
+                break
+            row.computed += 1
+        row.token_ids += drawn
+        return drawn
 
 
 class FakeSlots:
@@ -368,6 +405,7 @@ class FakeEngine:
         costs: MeasuredCosts | None = None,
         async_scheduling: bool = False,
         num_adapters: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         """step_s: how long a step of so many tokens takes. Default: no time, with a
         second between steps. num_host_blocks: of the second tier; 0 is none."""
@@ -385,7 +423,7 @@ class FakeEngine:
         if num_host_blocks:
             self.offload = KVOffload(num_host_blocks, RestorePolicy(block_size, costs))
         self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching, self.offload)
-        self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
+        self.scheduler = Scheduler(self.limits, self.kv_manager, policy, speculation)
         self.runner = FakeRunner(num_blocks, block_size, self.limits, num_host_blocks)
         self.adapters = Adapters(FakeSlots(self.runner), num_adapters, directory=Path("/"))
         self.core = EngineCore(

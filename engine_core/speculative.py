@@ -1,0 +1,67 @@
+"""From a configuration to what guesses ahead, or to nothing that does."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from engine_core.sched.speculation import NgramDrafter, Speculation
+from engine_core.sched.step_costs import StepCosts
+from pagewire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.device.base import Device
+    from engine_core.runner.model_runner import ModelRunner
+    from pagewire.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_MOST_SAMPLED = 64
+"""Tokens drawn in a step, unless more sequences run than that: their logits take memory, and
+verifying more has stopped to pay long before."""
+
+
+def resolve_method(config: EngineConfig, device: Device) -> Literal["none", "ngram"]:
+    """Raises ConfigError for settings that contradict each other."""
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(
+            f"--prompt-lookup-min is {config.prompt_lookup_min}, must be at most "
+            f"--prompt-lookup-max, which is {config.prompt_lookup_max}"
+        )
+    if config.speculative_method == "auto":
+        # Where the device works by itself, planning while it does is worth more.
+        return "ngram" if device.is_synchronous else "none"
+    return config.speculative_method
+
+
+def max_sampled_tokens(config: EngineConfig, method: str, max_num_batched_tokens: int) -> int:
+    """The most that a step draws."""
+    if method == "none":
+        return config.max_num_seqs
+    wanted = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    most = max(config.max_num_seqs, min(wanted, _MOST_SAMPLED))
+    return max(config.max_num_seqs, min(most, max_num_batched_tokens))
+
+
+def make_speculation(
+    config: EngineConfig, method: str, runner: ModelRunner, max_sampled: int
+) -> Speculation | None:
+    """Measures on the runner what verifying costs."""
+    if method == "none":
+        return None
+    costs = StepCosts(runner.measure_step_costs())
+    speculation = Speculation(
+        NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max),
+        costs,
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_sampled_tokens=max_sampled,
+    )
+    logger.info(
+        "speculative decoding by n-grams, up to %d tokens: a step of 4 costs %.1f times one of 1, "
+        "a step of 8 %.1f times; it is used while at most %d sequences decode",
+        config.num_speculative_tokens,
+        costs.seconds(4) / costs.seconds(1),
+        costs.seconds(8) / costs.seconds(1),
+        speculation.most_decodes,
+    )
+    return speculation
