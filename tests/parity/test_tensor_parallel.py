@@ -64,6 +64,7 @@ def test_tokens_of_transformers(name: str, tmp_path: Path) -> None:
                     assert_same_tokens(engine.generate(case.prompts, NUM_TOKENS), case.expected)
                 assert engine.kv_manager.num_hit_tokens > sum(map(len, case.prompts)) // 2
             with ranks.engine(num_blocks=13) as engine:
+                engine.kv_manager.window = None  # or it might have room enough
                 assert_same_tokens(engine.generate(case.prompts, NUM_TOKENS), case.expected)
                 assert engine.core.stats().total_preemptions > 0
 
