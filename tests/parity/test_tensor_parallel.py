@@ -16,6 +16,7 @@ from tests.parity.harness import Engine, assert_same_tokens, load
 from tests.parity.schedules import Asked, Grammars, serve
 from tests.parity.test_architectures import NUM_TOKENS, Case
 from tests.parity.test_mixed_schedules import SPEC, draw_requests
+from tests.parity.test_speculation_parity import make_speculation
 from tests.support.rank_threads import RankThreads
 from tests.support.tiny_architectures import ARCHITECTURES
 from tests.support.tiny_model import EOS_ID, TinySpec, write_gguf, write_hf
@@ -97,6 +98,7 @@ def test_requests_of_all_kinds_get_what_one_rank_gives(mixed: Path, grammars: Gr
     }
     invariant = {"backend": "cpu", "batch_invariant": True}
     expected = serve(Engine(load(str(mixed), **invariant), **options), asked, grammars)
+    options["speculation"] = make_speculation(most=3)
     with RankThreads(str(mixed), 2, **invariant) as ranks, ranks.engine(**options) as engine:
         answers = serve(engine, asked, grammars)
         stats = engine.core.stats()
@@ -108,6 +110,7 @@ def test_requests_of_all_kinds_get_what_one_rank_gives(mixed: Path, grammars: Gr
         assert_close(mine.prompt, one.prompt)
     assert stats.total_preemptions > 0
     assert stats.total_restored_blocks > 0
+    assert stats.total_accepted_tokens > 0
     assert any(answer.beams for answer in answers)
     assert any(answer.prompt for answer in answers)
 

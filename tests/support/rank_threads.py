@@ -17,7 +17,7 @@ from engine_core.parallel.worker import follow
 from engine_core.runner.kv_caches import allocate_kv_caches
 from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
-from tests.parity.harness import Engine, Loaded, load
+from tests.parity.harness import MAX_SAMPLED, Engine, Loaded, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +122,7 @@ class RanksEngine:
             "max_num_seqs": options.get("max_num_seqs", 32),
             "max_num_batched_tokens": options.get("max_num_batched_tokens", 512),
         }
+        max_sampled = max(sizes["max_num_seqs"], MAX_SAMPLED)
         block_size, num_blocks = options.get("block_size", 16), options.get("num_blocks", 400)
         readers: list[IO[bytes]] = []
         for _ in range(1, ranks.size):
@@ -145,6 +146,7 @@ class RanksEngine:
                 kv_caches,
                 max_model_len=loaded.max_model_len,
                 host_kv=host_kv,
+                max_sampled_tokens=max_sampled,
                 **sizes,
             )
             with lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import fields
 
 from engine_core.parallel.messages import (
     Start,
@@ -33,13 +34,15 @@ def test_a_plan_arrives_but_for_what_shapes_the_draw() -> None:
             NewSeq(3, (5, 6, 7), 3, asking, prompt_logprobs_from=1, sample_index=2),
             NewSeq(1, (8,), 1, SamplingParams(max_tokens=2), block_ids=(4, 9)),
         ),
-        seqs=(SeqStep(0, 30, 1, (7,), True), SeqStep(3, 0, 3, (2,), False)),
+        seqs=(SeqStep(0, 30, 3, (7,), True, (4, 5)), SeqStep(3, 0, 3, (2,), False)),
         moves=BlockMoves(offload=((1, 2),), restore=((3, 4),), copy=((5, 6), (7, 8))),
         chosen=((0, 77),),
+        has_drafts=True,
     )
     arrived = decode_plan(encode_plan(plan))
     assert (arrived.step, arrived.freed_rows, arrived.seqs) == (12, (3, 1), plan.seqs)
     assert (arrived.moves, arrived.chosen) == (plan.moves, plan.chosen)
+    assert arrived.has_drafts
     first, second = arrived.new_seqs
     assert (first.row, first.token_ids, first.num_prompt_tokens) == (3, (5, 6, 7), 3)
     assert (first.prompt_logprobs_from, first.sampling.prompt_logprobs) == (1, 0)
@@ -47,6 +50,21 @@ def test_a_plan_arrives_but_for_what_shapes_the_draw() -> None:
     for new in arrived.new_seqs:
         assert (new.sampling.temperature, new.sampling.logprobs) == (0.0, None)
         assert (new.sampling.repetition_penalty, new.sampling.bad_words) == (1.0, ())
+
+
+def test_every_field_has_been_thought_of() -> None:
+    """Who adds one carries it in messages.py, or it is of no concern to a rank that draws
+    nothing; then it is named here."""
+    carried = {
+        StepPlan: "step freed_rows new_seqs seqs moves chosen has_drafts",
+        BlockMoves: "offload restore copy",
+        NewSeq: "row token_ids num_prompt_tokens prompt_logprobs_from block_ids",
+    }
+    # Adapters are refused with more than one rank.
+    left_out = {NewSeq: "sampling grammar sample_index adapter_slot"}
+    for kind, names in carried.items():
+        known = {*names.split(), *left_out.get(kind, "").split()}
+        assert {field.name for field in fields(kind)} == known
 
 
 def test_start() -> None:
