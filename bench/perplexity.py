@@ -1,7 +1,8 @@
-"""What a model loses by the form in which its matrices are computed.
+"""What a model loses by the form in which its matrices and its KV cache are computed.
 
     python bench/perplexity.py [--model NAME] [--tokens 24576] [--window 1024]
-        [--modes bfloat16 packed int8] [--text FILE] [--json FILE]
+        [--modes bfloat16 packed int8] [--kv-cache-dtypes auto fp8 int8]
+        [--text FILE] [--json FILE]
 
 Every mode reads the same windows of a text, each from its own beginning, and predicts
 each next token. float32, with all matrices dequantized, is the reference: besides the
@@ -30,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine_core.device.cpu import CpuDevice
 from engine_core.model.inputs import ModelInput
+from engine_core.model.kv_scales import FP8, read_kv_scales, resolve_kv_cache_dtype
 from engine_core.model.loader import load_model, open_model
-from engine_core.runner.kv_caches import allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches, set_kv_scales
+from engine_core.runner.kv_calibration import calibrate_kv_scales
 from kernels.ops import AttentionBatch
 from kernels.registry import load_ops
 from pagewire.config import EMBEDDED_MODEL
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from engine_core.model.quantization import Quantization
 
 BLOCK_SIZE = 16
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 REFERENCE = "float32"
 MODES: dict[str, tuple[torch.dtype, Quantization]] = {
     REFERENCE: (torch.float32, "none"),
@@ -54,7 +58,7 @@ MODES: dict[str, tuple[torch.dtype, Quantization]] = {
     "int8": (torch.bfloat16, "int8"),
     "int8-float32": (torch.float32, "int8"),
 }
-"""Dtype of the activations and of the KV cache, and --quantization."""
+"""Dtype of the activations (and of an auto KV cache), and --quantization."""
 
 
 @dataclass
@@ -75,13 +79,14 @@ class Score:
 class Mode:
     """One model in one form, with a KV cache for a window."""
 
-    def __init__(self, model_name: str, name: str, window: int) -> None:
-        self.name = name
+    def __init__(self, model_name: str, name: str, kv_cache: str, window: int) -> None:
+        self.name = name if kv_cache == "auto" else f"{name}, {kv_cache} KV"
         dtype, quantization = MODES[name]
+        opened, ops = open_model(resolve_model(model_name)), load_ops("cpu")
         device = CpuDevice("64MiB", None)
         self._model: DecoderModel = load_model(
-            open_model(resolve_model(model_name)),
-            load_ops("cpu"),
+            opened,
+            ops,
             device.torch_device,
             dtype,
             window,
@@ -89,7 +94,13 @@ class Mode:
             quantization,
         )
         num_blocks = -(-window // BLOCK_SIZE) + 1
-        self._kv_caches = allocate_kv_caches(self._model, device, num_blocks, BLOCK_SIZE, dtype)
+        kv_dtype = resolve_kv_cache_dtype(kv_cache, dtype, ops)
+        self._kv_caches = allocate_kv_caches(self._model, device, num_blocks, BLOCK_SIZE, kv_dtype)
+        if kv_dtype == FP8:
+            heads = range(opened.config.num_kv_heads)
+            scales = read_kv_scales(opened.checkpoint, opened.config, heads)
+            scales = scales or calibrate_kv_scales(self._model, device, window, dtype)
+            set_kv_scales(self._kv_caches, scales)
         self.score = Score()
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
@@ -136,16 +147,20 @@ def read_windows(options: argparse.Namespace) -> Iterator[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Perplexity by the form of the matrices.")
+    parser = argparse.ArgumentParser(description="Perplexity by the form of matrices and KV cache.")
     parser.add_argument("--model", default=EMBEDDED_MODEL)
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=tuple(MODES))
+    parser.add_argument(
+        "--kv-cache-dtypes", nargs="+", choices=KV_CACHE_DTYPES, default=KV_CACHE_DTYPES[:1]
+    )
     parser.add_argument("--tokens", type=int, default=24576)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--text", help="a file; default: Python's own language reference")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    names = [REFERENCE, *(name for name in options.modes if name != REFERENCE)]
-    modes = [Mode(options.model, name, options.window) for name in names]
+    forms = [(name, kv) for name in options.modes for kv in options.kv_cache_dtypes]
+    forms = list(dict.fromkeys([(REFERENCE, "auto"), *forms]))
+    modes = [Mode(options.model, name, kv, options.window) for name, kv in forms]
     for window in read_windows(options):
         if len(window) < 2:
             continue

@@ -21,15 +21,22 @@ from engine_core.device.memory import (
 from engine_core.device.select import select_device
 from engine_core.lora.adapters import Adapters
 from engine_core.lora.start import load_adapters, lora_shape
+from engine_core.model.kv_scales import (
+    FP8,
+    describe_kv_cache,
+    read_kv_scales,
+    resolve_kv_cache_dtype,
+)
 from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
 from engine_core.model.registry import find_architecture
 from engine_core.parallel.ops import parallel_ops
 from engine_core.parallel.ranks import SOLE_RANK
-from engine_core.parallel.split import check_split, share_config
+from engine_core.parallel.split import check_split, share_config, share_heads
 from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.graphs import graph_sizes, measure_graphs
-from engine_core.runner.kv_caches import allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches, set_kv_scales
+from engine_core.runner.kv_calibration import calibrate_kv_scales
 from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
@@ -115,13 +122,20 @@ def build_engine(
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
     ops = _load_ops(config, device, dtype)
     quantization = resolve_quantization(config, opened, ops)
+    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, ops)
+    kv_scales = None
+    if kv_dtype == FP8:
+        heads = share_heads(
+            opened.config.num_heads, opened.config.num_kv_heads, ranks.rank, ranks.size
+        )
+        kv_scales = read_kv_scales(opened.checkpoint, opened.config, heads.kv)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     sizes = _graph_sizes(config, device)
     lora = lora_shape(config, opened)
     method = resolve_method(config, device)
     max_sampled = max_sampled_tokens(config, method, max_num_batched_tokens)
     own = share_config(opened.config, ranks.rank, ranks.size)
-    planner = _KVPlanner(config, own, device, dtype, max_model_len, max_sampled)
+    planner = _KVPlanner(config, own, device, kv_dtype, max_model_len, max_sampled)
     kv_plan = planner.plan_before_load()
     num_host_blocks = planner.plan_host_blocks()
     group = ranks.connect(device.torch_device)
@@ -144,7 +158,11 @@ def build_engine(
         if group is not None:
             kv_plan, _ = _agree(group, device, kv_plan, 0)
             assert kv_plan is not None
-    kv_caches = allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, dtype)
+    if kv_dtype == FP8 and kv_scales is None:
+        kv_scales = calibrate_kv_scales(model, device, kv_plan.max_model_len, dtype)
+    kv_caches = allocate_kv_caches(model, device, kv_plan.num_blocks, config.block_size, kv_dtype)
+    if kv_dtype == FP8 and kv_scales is not None:
+        set_kv_scales(kv_caches, kv_scales)
     host_kv = HostKV(device, kv_caches, num_host_blocks) if num_host_blocks else None
     runner = ModelRunner(
         model,
@@ -167,6 +185,7 @@ def build_engine(
     dtype_name = describe_computation(
         str(dtype).removeprefix("torch."), quantization, model.quantized_formats
     )
+    dtype_name = describe_kv_cache(dtype_name, dtype, kv_dtype)
     logger.info(
         "%s ready in %.1f s: %s, %s on %s, %s kernels, %d KV blocks of %d tokens, context %d",
         opened.source.name,
@@ -280,16 +299,16 @@ class _KVPlanner:
         config: EngineConfig,
         model_config: ModelConfig,
         device: Device,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         max_model_len: int,
         max_sampled_tokens: int,
     ) -> None:
         self._config = config
         self._device = device
-        self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._max_model_len = max_model_len
         self._max_sampled_tokens = max_sampled_tokens
-        self._block_bytes = block_num_bytes(model_config, config.block_size, dtype)
+        self._block_bytes = block_num_bytes(model_config, config.block_size, kv_dtype)
 
     def plan_before_load(self) -> KVPlan | None:
         budget = self._device.fixed_kv_budget()
@@ -299,15 +318,15 @@ class _KVPlanner:
         self, model: DecoderModel, ops: Ops, max_num_batched_tokens: int, sizes: Sequence[int]
     ) -> KVPlan:
         """sizes: of the graphs to be captured."""
-        one_block = allocate_kv_caches(model, self._device, 1, self._config.block_size, self._dtype)
-
+        block_size = self._config.block_size
+        one_block = allocate_kv_caches(model, self._device, 1, block_size, self._kv_dtype)
         max_num_seqs = self._config.max_num_seqs
 
         def largest_step() -> None:
             run_dummy_step(model, ops, one_block, max_num_batched_tokens, self._max_sampled_tokens)
 
         def graphs_bytes() -> int:
-            rows = Rows(max_num_seqs, self._max_model_len, self._config.block_size)
+            rows = Rows(max_num_seqs, self._max_model_len, block_size)
             builder = BatchBuilder(rows, self._device, max_num_seqs, max_num_batched_tokens)
             return measure_graphs(model, self._device, one_block, builder, sizes)
 

@@ -13,6 +13,7 @@ from engine_core.device.roofline import GPUS, ModelCost
 from engine_core.device.sim import SimDevice
 from engine_core.engine_builder import BuiltEngine, overlaps
 from engine_core.grammar.vocabulary import read_vocabulary
+from engine_core.model.kv_scales import KV_DTYPES, describe_kv_cache
 from engine_core.model.loader import read_config
 from engine_core.model.registry import find_architecture
 from engine_core.runner.sim_runner import SimRunner, find_unsimulated, printable_ids
@@ -40,7 +41,8 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
     device = SimDevice(config.device, gpu, config.kv_cache_memory, config.gpu_memory_utilization)
     dtype = device.resolve_dtype(config.dtype, model.dtype)
     shapes = find_architecture(model.architecture, str(source.path)).tensor_shapes(model)
-    cost = ModelCost.of(model, sum(map(math.prod, shapes.values())), dtype)
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    cost = ModelCost.of(model, sum(map(math.prod, shapes.values())), dtype, kv_dtype)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     device.hold(cost.weight_bytes)
     activations = _activation_bytes(model, max_num_batched_tokens, config.max_num_seqs, dtype)
@@ -49,7 +51,7 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
     )
     kv_plan = plan_kv_cache(
         budget,
-        block_num_bytes(model, config.block_size, dtype),
+        block_num_bytes(model, config.block_size, kv_dtype),
         config.block_size,
         max_model_len,
         config.max_model_len is not None,
@@ -64,7 +66,7 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
         max_model_len=kv_plan.max_model_len,
         block_size=config.block_size,
     )
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = describe_kv_cache(str(dtype).removeprefix("torch."), dtype, kv_dtype)
     logger.warning(
         "SIMULATED: --device %s computes nothing. The output of %s is made up, and steps take as "
         "long as an %s would take at best (%.2f TB/s, %.0f TFLOP/s): %.2f GB of %s weights, "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from kernels.ops import AttentionBlock, BlockStack, MlpBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from kernels.lora import LoraBatch, LoraSlots
     from kernels.ops import (
@@ -120,6 +120,17 @@ def mix_experts(ops: Ops, block: MoeBlock, x: torch.Tensor) -> torch.Tensor:
 
 def _post_norm(ops: Ops, block: AttentionBlock | MlpBlock, branch: torch.Tensor) -> torch.Tensor:
     return branch if block.post_norm is None else ops.rms_norm(branch, block.post_norm, block.eps)
+
+
+def copy_rows(paged: Sequence[torch.Tensor | None], src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Rows dst [C] of each tensor become copies of its rows src, as Ops.copy_blocks does it."""
+    for rows in paged:
+        if rows is None:
+            continue
+        if rows.dtype == torch.float8_e4m3fn:
+            # torch indexes no float8 on some devices; what is copied is bytes.
+            rows = rows.view(torch.uint8)
+        rows.index_copy_(0, dst, rows.index_select(0, src))
 
 
 class ComposedBlocks:

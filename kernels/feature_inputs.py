@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.inputs import NAN, Args, Case, Maker, attention_args, rope_args, silu_args
+from kernels.reference.ops import ReferenceOps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,10 @@ def featured_attention_args(
     window: int | None = None,
     soft_cap: float | None = None,
     fp8: bool = False,
+    int8: bool = False,
 ) -> Args:
-    """With a soft cap, scores are large enough to be bent. fp8: codes up to +-448."""
+    """With a soft cap, scores are large enough to be bent. fp8: codes up to +-448. int8: where
+    no sequence owns a slot its scale is NaN."""
     shape = (heads, kv_heads, head_dim)
     args = attention_args(maker, query_lens, seq_lens, *shape, block_size=block_size)
     args |= {"window": window, "soft_cap": soft_cap}
@@ -41,6 +44,13 @@ def featured_attention_args(
             args[f"{name}_cache"] = codes.to(FP8)
             drawn = maker.normal(kv_heads, dtype=torch.float32).abs() + 0.5
             args[f"{name}_scale"] = drawn / spread
+    if int8:
+        for name in ("k", "v"):
+            cache = args[f"{name}_cache"].float()
+            scale = cache.abs().amax(dim=-1) / 127
+            codes = (cache / scale.unsqueeze(-1)).nan_to_num(99.0).round()
+            args[f"{name}_cache"] = codes.to(torch.int8)
+            args[f"{name}_scale"] = scale.transpose(1, 2).contiguous()
     return args
 
 
@@ -54,9 +64,11 @@ def featured_rope_args(
     rotary_dim: int | None,
     norm: bool = False,
     fp8: bool = False,
+    int8: bool = False,
 ) -> Args:
     """rotary_dim None: nothing is rotated. fp8: one head's values are out of range, and one
-    head's so small that they are subnormal codes. The second token is not written."""
+    head's so small that they are subnormal codes. int8: the third token's are all zeros. The
+    second token is not written."""
     shape = (tokens, heads, kv_heads, head_dim)
     args = rope_args(maker, *shape, rotary_dim=rotary_dim, skip=(1,))
     if rotary_dim is None:
@@ -69,6 +81,14 @@ def featured_rope_args(
             cache = args[f"{name}_cache"]
             args[f"{name}_cache"] = torch.full(cache.shape, NAN).to(FP8).to(maker.device)
             args[f"{name}_scale"] = (10.0**scales).to(maker.device)
+    if int8:
+        for name in ("k", "v"):
+            args[name][2:3] = 0
+            num_blocks, block_size = args[f"{name}_cache"].shape[:2]
+            cache = torch.full(args[f"{name}_cache"].shape, 99, dtype=torch.int8)
+            args[f"{name}_cache"] = cache.to(maker.device)
+            scale = torch.full((num_blocks, kv_heads, block_size), NAN)
+            args[f"{name}_scale"] = scale.to(maker.device)
     return args
 
 
@@ -143,7 +163,7 @@ def _gelu_cases() -> list[Case]:
 FEATURE_CASES: tuple[Case, ...] = (*_gelu_cases(), *_rope_cases(), *_attention_cases())
 
 
-def _fp8_attention_cases() -> list[Case]:
+def _attention_cases_over(codes: str) -> list[Case]:
     # name, query_lens, seq_lens, heads, kv_heads, head_dim, window, soft_cap
     sizes: list[tuple[str, list[int], list[int], int, int, int, int | None, float | None]] = [
         ("decode", [1, 1, 1], [1, 63, 130], 9, 3, 64, None, None),
@@ -153,7 +173,7 @@ def _fp8_attention_cases() -> list[Case]:
     return [
         Case(
             "attention",
-            f"fp8-{name}-{hq}:{hk}-d{d}",
+            f"{codes}-{name}-{hq}:{hk}-d{d}",
             partial(
                 featured_attention_args,
                 query_lens=ql,
@@ -163,37 +183,63 @@ def _fp8_attention_cases() -> list[Case]:
                 head_dim=d,
                 window=window,
                 soft_cap=soft_cap,
-                fp8=True,
+                fp8=codes == "fp8",
+                int8=codes == "int8",
             ),
         )
         for name, ql, sl, hq, hk, d, window, soft_cap in sizes
     ]
 
 
-FP8_ATTENTION_CASES: tuple[Case, ...] = tuple(_fp8_attention_cases())
-
-FP8_ROPE_CASES: tuple[Case, ...] = tuple(
-    Case(
-        "rope_and_cache",
-        f"fp8-{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
-        partial(
-            featured_rope_args,
-            tokens=t,
-            heads=hq,
-            kv_heads=hk,
-            head_dim=d,
-            rotary_dim=r,
-            norm=norm,
-            fp8=True,
-        ),
-        in_place=("q", "k", "v", "k_cache", "v_cache"),
-    )
-    for t, hq, hk, d, r, norm in [
+def _rope_cases_over(codes: str) -> list[Case]:
+    # tokens, heads, kv_heads, head_dim, rotary_dim, norm
+    sizes: list[tuple[int, int, int, int, int | None, bool]] = [
         (9, 6, 3, 64, 64, False),
         (4, 4, 2, 80, 32, True),
         (5, 2, 1, 16, None, False),
     ]
-)
+    scales = ("k_scale", "v_scale") if codes == "int8" else ()
+    return [
+        Case(
+            "rope_and_cache",
+            f"{codes}-{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
+            partial(
+                featured_rope_args,
+                tokens=t,
+                heads=hq,
+                kv_heads=hk,
+                head_dim=d,
+                rotary_dim=r,
+                norm=norm,
+                fp8=codes == "fp8",
+                int8=codes == "int8",
+            ),
+            in_place=("q", "k", "v", "k_cache", "v_cache", *scales),
+        )
+        for t, hq, hk, d, r, norm in sizes
+    ]
+
+
+FP8_ATTENTION_CASES: tuple[Case, ...] = tuple(_attention_cases_over("fp8"))
+INT8_ATTENTION_CASES: tuple[Case, ...] = tuple(_attention_cases_over("int8"))
+FP8_ROPE_CASES: tuple[Case, ...] = tuple(_rope_cases_over("fp8"))
+INT8_ROPE_CASES: tuple[Case, ...] = tuple(_rope_cases_over("int8"))
+
+
+def exact_kv(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """k_cache and v_cache in float64 that a case of int8 caches would fill if they were of
+    floats; NaN where nothing is written."""
+
+    def make(maker: Maker) -> Args:
+        args = case.make(maker)
+        for name in ("k", "v"):
+            shape = args[f"{name}_cache"].shape
+            args[f"{name}_cache"] = torch.full(shape, NAN, dtype=torch.float64)
+            del args[f"{name}_scale"]
+        return args
+
+    floats = Case(case.op, case.label, make, ("k_cache", "v_cache"))
+    return floats.run(ReferenceOps(torch.float64), dtype, widen=True)
 
 
 def assert_nearest_codes(
@@ -217,3 +263,27 @@ def assert_nearest_codes(
             f"{label}: {int((excess > 0).sum())} of {excess.numel()} codes are not the nearest; "
             f"worst {float(actual[written][worst])} for {float(exact[written][worst])!r}"
         )
+
+
+def assert_nearest_int8(
+    written: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: torch.dtype, label: str
+) -> None:
+    """k_cache, v_cache, k_scale and v_scale of int8 caches that were full of 99 with scales of
+    NaN, against exact_kv of values that were rounded to dtype. Raises AssertionError."""
+    for name in ("k", "v"):
+        codes, scale = written[f"{name}_cache"], written[f"{name}_scale"].transpose(1, 2)
+        values = exact[f"{name}_cache"]
+        owned = ~values[..., 0].isnan()
+        if not torch.equal(~scale.isnan(), owned) or (codes[~owned] != 99).any():
+            raise AssertionError(f"{label} {name}: what is written differs")
+        values, scale = values[owned], scale[owned].double().unsqueeze(-1)
+        greatest = values.abs().amax(dim=-1, keepdim=True)
+        rounding = 4 * torch.finfo(dtype).eps * greatest
+        if ((scale * 127 - greatest).abs() > rounding).any():
+            raise AssertionError(f"{label} {name}: a scale is not that of the greatest value")
+        excess = (codes[owned].double() * scale - values).abs() - scale / 2 - rounding
+        if float(excess.max()) > 0:
+            raise AssertionError(
+                f"{label} {name}: {int((excess > 0).sum())} of {excess.numel()} codes are not the "
+                f"nearest, by {float(excess.max()):.3e}"
+            )

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from kernels.fp8 import Fp8Tensor
     from kernels.int4 import Int4Tensor
@@ -92,7 +92,7 @@ class KVCache(NamedTuple):
     """One layer's paged keys and values, and what the codes of an 8-bit cache are times."""
 
     k: torch.Tensor
-    """[N, B, Hk, D] in the model's dtype, or float8_e4m3fn."""
+    """[N, B, Hk, D] in the model's dtype, float8_e4m3fn or int8."""
     v: torch.Tensor
     """The same of the values."""
     k_scale: torch.Tensor | None = None
@@ -102,7 +102,10 @@ class KVCache(NamedTuple):
     @property
     def paged(self) -> tuple[torch.Tensor, ...]:
         """What is of blocks, [N, ...] each: a copy of a block is one of its rows of all these."""
-        return (self.k, self.v)
+        if self.k.dtype != torch.int8:
+            return (self.k, self.v)
+        assert self.k_scale is not None and self.v_scale is not None
+        return (self.k, self.v, self.k_scale, self.v_scale)
 
 
 class LinearWeight(Protocol):
@@ -247,6 +250,9 @@ class Ops(Protocol):
         """As prepare_quantized_linear. Raises ValueError for parts of different in."""
         ...
 
+    kv_cache_dtypes: frozenset[torch.dtype]
+    """Of 8 bits that its caches may have, besides the dtypes of floats."""
+
     computes_fp8: bool
     """Whether products with fp8 weights use their codes; else prepare_fp8_linear makes
     floats of them and says so in the log. Where the device multiplies fp8, x is quantized
@@ -312,10 +318,13 @@ class Ops(Protocol):
         rotary_dim pass through. cos_sin None rotates nothing.
         With q_norm and k_norm [D] (both or none), each head of q and k goes through
         rms_norm(head, q_norm or k_norm, eps) first, rounded to its dtype as that op does.
-        With k_scale and v_scale [Hk] float32 (both or none) the caches are float8_e4m3fn
-        and hold k / k_scale[head] and v / v_scale[head], k and v being what caches of their
-        own dtype would hold: float32 quotients to the nearest code (ties to the even one),
-        beyond +-448 to +-448; NaN stays NaN.
+        With k_scale and v_scale (both or none) the caches hold codes of 8 bits for what
+        caches of the dtype of k and v would hold: the nearest (ties to the even one) to its
+        float32 quotient by the scale.
+        float8_e4m3fn: scales [Hk] float32 are read; beyond +-448 a code is +-448; NaN stays
+        NaN. int8: scales [N, Hk, B] float32 are written, that of each token's head being
+        max |x| / 127 over the head (0 for zeros, whose codes are 0); a head that is not
+        finite everywhere is read back as NaN.
         """
         ...
 
@@ -338,7 +347,7 @@ class Ops(Protocol):
         sees cache positions [0, p], or with a window the last `window` of them,
         (p - window, p]. With a soft cap c, a score s is c * tanh(s / c) before the
         softmax (Gemma 2, arXiv:2408.00118). With k_scale and v_scale, a key is what the
-        cache holds times k_scale[head], a value times v_scale[head]: see rope_and_cache.
+        cache holds times its k_scale, a value times its v_scale: see rope_and_cache.
         """
         ...
 
@@ -348,11 +357,14 @@ class Ops(Protocol):
         v_cache: torch.Tensor,
         src: torch.Tensor,
         dst: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """Blocks dst become copies of blocks src, in place and all at the same time.
 
-        k_cache and v_cache [N, B, Hk, D], src and dst [C] int64. No block is twice in
-        dst; a block may be in both: src is read before anything is written.
+        k_cache and v_cache [N, B, Hk, D], src and dst [C] int64; of int8 caches k_scale and
+        v_scale [N, Hk, B] float32, otherwise none. No block is twice in dst; a block may be
+        in both: src is read before anything is written.
         """
         ...
 

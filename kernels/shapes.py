@@ -28,6 +28,7 @@ _DTYPES = {
     "int32": (torch.int32,),
     "int64": (torch.int64,),
     "float8": (torch.float8_e4m3fn,),
+    "int8": (torch.int8,),
 }
 _SEEN_LIMIT = 4096
 _TERM = re.compile(
@@ -84,7 +85,7 @@ class Signature:
     """The arguments of one op: name="dtype: dimensions".
 
     dtype is F (one float type, the same for all F arguments of a call),
-    float32, int32, int64 or float8 (e4m3fn). A dimension is a name, a number, "2*I" or
+    float32, int32, int64, int8 or float8 (e4m3fn). A dimension is a name, a number, "2*I" or
     "R+1". An argument named with dtype "float32?" may be None, or left out at the end.
     """
 
@@ -92,6 +93,10 @@ class Signature:
         self.op = op
         self._arguments = tuple(self._parse(name, spec) for name, spec in arguments.items())
         self._seen: set[Hashable] = set()
+
+    @property
+    def num_arguments(self) -> int:
+        return len(self._arguments)
 
     @staticmethod
     def _parse(name: str, spec: str) -> _Argument:
@@ -153,6 +158,41 @@ class Signature:
         )
 
 
+class CacheSignature:
+    """The arguments of an op on a KV cache: those of dtype C are F, float8 or int8, and of
+    the latter two there are k_scale and v_scale, the last arguments."""
+
+    def __init__(self, op: str, *, reads_scales: bool = True, **arguments: str) -> None:
+        """reads_scales: of float8 caches; those of int8 lie beside the codes."""
+
+        def with_codes(dtype: str, scale: str | None) -> Signature:
+            codes = {name: spec.replace("C:", f"{dtype}:") for name, spec in arguments.items()}
+            scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
+            return Signature(op, **codes, **scales)
+
+        self._op = op
+        self._floats = with_codes("F", None)
+        self._codes = {
+            torch.float8_e4m3fn: with_codes("float8", "float32: Hk" if reads_scales else None),
+            torch.int8: with_codes("int8", "float32: N Hk B"),
+        }
+
+    def check(
+        self,
+        cache: torch.Tensor,
+        arguments: tuple[torch.Tensor | None, ...],
+        scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """arguments: all but scales, and cache is one of them. Raises ShapeError."""
+        signature = self._codes.get(cache.dtype, self._floats)
+        if len(arguments) < signature.num_arguments:
+            signature.check(*arguments, *scales)
+            return
+        signature.check(*arguments)
+        if scales != (None, None):
+            raise ShapeError(f"{self._op}: caches of {cache.dtype} have no k_scale and v_scale")
+
+
 RMS_NORM = Signature("rms_norm", x="F: T H", weight="F: H")
 ADD_RMS_NORM = Signature("add_rms_norm", x="F: T H", residual="F: T H", weight="F: H")
 SILU_MUL = Signature("silu_mul", gate_up="F: T 2*I")
@@ -165,61 +205,33 @@ LINEAR = Signature("linear", x="F: T I", weight="F: O I")
 LINEAR_INPUT = Signature("linear", x="F: T I")
 PREPARE_LINEAR = Signature("prepare_linear", weight="F: O I")
 PREPARE_LINEAR_BIAS = Signature("prepare_linear", weight="F: O I", bias="F: O")
-ROPE_AND_CACHE = Signature(
+ROPE_AND_CACHE = CacheSignature(
     "rope_and_cache",
     q="F: T Hq D",
     k="F: T Hk D",
     v="F: T Hk D",
     positions="int64: T",
     cos_sin="float32?: M 2*P",
-    k_cache="F: N B Hk D",
-    v_cache="F: N B Hk D",
+    k_cache="C: N B Hk D",
+    v_cache="C: N B Hk D",
     slot_mapping="int64: T",
     q_norm="F?: D",
     k_norm="F?: D",
 )
-ROPE_AND_FP8_CACHE = Signature(
-    "rope_and_cache",
-    q="F: T Hq D",
-    k="F: T Hk D",
-    v="F: T Hk D",
-    positions="int64: T",
-    cos_sin="float32?: M 2*P",
-    k_cache="float8: N B Hk D",
-    v_cache="float8: N B Hk D",
-    slot_mapping="int64: T",
-    q_norm="F?: D",
-    k_norm="F?: D",
-    k_scale="float32: Hk",
-    v_scale="float32: Hk",
-)
-ATTENTION = Signature(
+ATTENTION = CacheSignature(
     "attention",
     q="F: T Hq D",
-    k_cache="F: N B Hk D",
-    v_cache="F: N B Hk D",
+    k_cache="C: N B Hk D",
+    v_cache="C: N B Hk D",
     query_start_loc="int32: R+1",
     seq_lens="int32: R",
     block_table="int32: R M",
 )
-FP8_ATTENTION = Signature(
-    "attention",
-    q="F: T Hq D",
-    k_cache="float8: N B Hk D",
-    v_cache="float8: N B Hk D",
-    query_start_loc="int32: R+1",
-    seq_lens="int32: R",
-    block_table="int32: R M",
-    k_scale="float32: Hk",
-    v_scale="float32: Hk",
-)
-COPY_BLOCKS = Signature(
-    "copy_blocks", k_cache="F: N B Hk D", v_cache="F: N B Hk D", src="int64: C", dst="int64: C"
-)
-COPY_FP8_BLOCKS = Signature(
+COPY_BLOCKS = CacheSignature(
     "copy_blocks",
-    k_cache="float8: N B Hk D",
-    v_cache="float8: N B Hk D",
+    reads_scales=False,
+    k_cache="C: N B Hk D",
+    v_cache="C: N B Hk D",
     src="int64: C",
     dst="int64: C",
 )
@@ -232,8 +244,8 @@ RUN_BLOCKS = Signature(
     seq_lens="int32: R",
     block_table="int32: R M",
 )
-BLOCK_CACHE = Signature(
-    "run_blocks", residual="F: T H", k_cache="F: N B Hk D", v_cache="F: N B Hk D"
+BLOCK_CACHE = CacheSignature(
+    "run_blocks", residual="F: T H", k_cache="C: N B Hk D", v_cache="C: N B Hk D"
 )
 SAMPLE = Signature(
     "sample",

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from pagewire.errors import ConfigError
 from pagewire.memory_size import memory_size
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_core.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -148,9 +148,17 @@ def plan_host_blocks(size: str, block_bytes: int) -> int:
 
 
 def block_num_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of one block, in all layers."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return per_token * block_size
+    """Keys and values of one block in all layers, as allocate_kv_caches lays them out; dtype
+    is that of the cache."""
+    return kv_bytes_per_token(config, dtype) * block_size
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """In all layers, with the scales that int8 has for each token's head."""
+    per_head = config.head_dim * dtype.itemsize
+    if dtype == torch.int8:
+        per_head += torch.float32.itemsize
+    return 2 * config.num_layers * config.num_kv_heads * per_head
 
 
 def resolve_max_model_len(requested: int | None, config: ModelConfig) -> int:

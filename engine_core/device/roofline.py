@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine_core.device.memory import kv_bytes_per_token
+
 if TYPE_CHECKING:
     import torch
 
@@ -76,11 +78,12 @@ class ModelCost:
     item_bytes: int
 
     @classmethod
-    def of(cls, config: ModelConfig, num_params: int, dtype: torch.dtype) -> ModelCost:
-        """num_params: elements of all tensors that are stored."""
+    def of(
+        cls, config: ModelConfig, num_params: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> ModelCost:
+        """num_params: elements of all tensors that are stored. kv_dtype: of the KV cache."""
         head_params = config.vocab_size * config.hidden_size
         num_tables = 1 if config.tie_embeddings else 2
-        kv_width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return cls(
             layer_params=num_params - num_tables * head_params,
             head_params=head_params,
@@ -88,7 +91,7 @@ class ModelCost:
             weight_bytes=num_params * dtype.itemsize,
             num_layers=config.num_layers,
             query_width=config.num_layers * config.num_heads * config.head_dim,
-            kv_bytes_per_token=kv_width * dtype.itemsize,
+            kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype),
             item_bytes=dtype.itemsize,
         )
 

@@ -11,6 +11,7 @@ from engine_core.model.checkpoint import Checkpoint, check_shapes
 from engine_core.model.gguf_checkpoint import GgufCheckpoint
 from engine_core.model.gguf_config import read_gguf_config
 from engine_core.model.hf_config import read_hf_config
+from engine_core.model.kv_scales import kv_scale_names
 from engine_core.model.quantized.checkpoint import QuantizedCheckpoint
 from engine_core.model.registry import find_architecture
 from engine_core.model.safetensors_checkpoint import SafetensorsCheckpoint
@@ -66,7 +67,8 @@ def open_model(source: ModelSource) -> OpenedModel:
         checkpoint = tensors if scheme is None else QuantizedCheckpoint(tensors, scheme)
     expected = architecture.tensor_shapes(config)
     check_shapes(checkpoint, expected)
-    _warn_of_unused(checkpoint, config, set(expected))
+    known = set(expected) | kv_scale_names(checkpoint.shapes(), config.num_layers)
+    _warn_of_unused(checkpoint, config, known)
     return OpenedModel(source, config, checkpoint)
 
 

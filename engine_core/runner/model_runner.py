@@ -190,7 +190,8 @@ class ModelRunner:
             return
         sources, targets = upload(np.array(copies).T, self._device.torch_device)
         for cache in self._kv_caches:
-            self._ops.copy_blocks(cache.k, cache.v, sources, targets)
+            k_cache, v_cache, *scales = cache.paged
+            self._ops.copy_blocks(k_cache, v_cache, sources, targets, *scales)
 
     def _read_all(self) -> None:
         """Waits for the ids that earlier steps have drawn: penalties and bad words

@@ -18,6 +18,7 @@ from kernels.cpu.library import (
     NativeBatch,
     NativeBlock,
     attention_limits,
+    cache_codes,
     pointer,
     table_sizes,
 )
@@ -133,14 +134,14 @@ class _NativeRun:
                 continue
             for weight in (block.q_norm, block.k_norm):
                 assert weight is None or weight.dtype == residual.dtype
-            k_cache, v_cache, k_scale, v_scale = next(caches)
-            assert k_scale is None and v_scale is None, "there are no 8-bit caches"
-            shapes.BLOCK_CACHE.check(residual, k_cache, v_cache)
+            k_cache, v_cache, *scales = next(caches)
+            shapes.BLOCK_CACHE.check(k_cache, (residual, k_cache, v_cache), (scales[0], scales[1]))
             num_blocks, block_size, kv_heads, head_dim = k_cache.shape
             assert (kv_heads, head_dim) == (block.num_kv_heads, block.head_dim)
             assert geometry in (None, (num_blocks, block_size)), (geometry, k_cache.shape)
             geometry = (num_blocks, block_size)
             native.k_cache, native.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+            native.codes = cache_codes(k_cache, *scales)
             native.num_blocks, native.block_size = num_blocks, block_size
             native.k_block, native.k_slot, native.k_head = k_cache.stride()[:3]
             native.v_block, native.v_slot, native.v_head = v_cache.stride()[:3]

@@ -13,6 +13,8 @@ from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_level, variants
 if TYPE_CHECKING:
     from kernels.ops import Activation
 
+FLOAT_CACHE, E4M3_CACHE, INT8_CACHE = 0, 1, 2
+"""The codes of enum CacheFormat in csrc/cache_codes.h."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of enum Dtype in csrc/api.h."""
 
@@ -44,6 +46,17 @@ class HeadNorms(ctypes.Structure):
     """struct HeadNorms of csrc/elementwise.h."""
 
     _fields_ = (("q", c_void_p), ("k", c_void_p), ("eps", c_float))
+
+
+class CacheCodes(ctypes.Structure):
+    """struct CacheCodes of csrc/cache_codes.h."""
+
+    _fields_ = (
+        ("format", c_int64),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
+        *_int64_fields("k_block", "k_head", "v_block", "v_head"),
+    )
 
 
 class AttentionSizes(ctypes.Structure):
@@ -109,6 +122,7 @@ class NativeBlock(ctypes.Structure):
         ("out_of", PackedWeight),
         ("activation", c_int64),
         *((name, c_void_p) for name in ("cos_sin", "k_cache", "v_cache")),
+        ("codes", CacheCodes),
         *_int64_fields("heads", "kv_heads", "head_dim", "rotary_dim", "max_positions"),
         *_int64_fields("num_blocks", "block_size", "k_block", "k_slot", "k_head"),
         *_int64_fields("v_block", "v_slot", "v_head", "window", "row_norms"),
@@ -133,9 +147,15 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "activation_mul": (None, [_N, _I, _P, _I, _P, _I, _I, _N]),
     "rope_and_cache": (
         _I,
-        [_N, _P, _P, _P, _P, _P, _P, _P, _P, POINTER(RopeSizes), POINTER(HeadNorms), _N],
+        [
+            *(_N, _P, _P, _P, _P, _P, _P, _P, POINTER(CacheCodes), _P),
+            *(POINTER(RopeSizes), POINTER(HeadNorms), _N),
+        ],
     ),
-    "attention": (_I, [_N, _P, _P, _P, _P, _P, _P, _P, POINTER(AttentionSizes), _N]),
+    "attention": (
+        _I,
+        [_N, _P, _P, _P, POINTER(CacheCodes), _P, _P, _P, _P, POINTER(AttentionSizes), _N],
+    ),
     "packed_elements": (_I, [_N, _I, _I]),
     "pack": (None, [_N, _P, _I, _I, _P, _N]),
     "packed_rows": (_I, [_N, _P, _I, _I, _P, _I, _P, _N]),
@@ -209,6 +229,19 @@ def table_sizes(cos_sin: torch.Tensor | None, head_dim: int) -> tuple[int, int]:
     max_positions, rotary_dim = cos_sin.shape
     assert rotary_dim % 2 == 0 and rotary_dim <= head_dim, (rotary_dim, head_dim)
     return max_positions, rotary_dim
+
+
+def cache_codes(
+    cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> CacheCodes:
+    """Of scales that shapes.CacheSignature has seen."""
+    if k_scale is None or v_scale is None:
+        return CacheCodes(FLOAT_CACHE)
+    assert k_scale.stride(-1) == 1 and v_scale.stride(-1) == 1
+    pointers = (k_scale.data_ptr(), v_scale.data_ptr())
+    if cache.dtype == torch.float8_e4m3fn:
+        return CacheCodes(E4M3_CACHE, *pointers)
+    return CacheCodes(INT8_CACHE, *pointers, *k_scale.stride()[:2], *v_scale.stride()[:2])
 
 
 def attention_limits(

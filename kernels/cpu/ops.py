@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import shapes
-from kernels.blocks import run_blocks
+from kernels.blocks import copy_rows, run_blocks
 from kernels.cpu import library, linear, quantized
 from kernels.cpu.blocks import CpuBlocks
 from kernels.cpu.experts import CpuExperts
@@ -24,6 +24,7 @@ from kernels.cpu.library import (
     RopeSizes,
     SamplingColumns,
     attention_limits,
+    cache_codes,
     pointer,
     table_sizes,
 )
@@ -36,7 +37,6 @@ from kernels.int4 import DequantizedInt4Linears
 from kernels.quantized import dequantize
 from kernels.reference.logit_ops import TorchLogitOps
 from kernels.reference.ops import ReferenceOps
-from kernels.registry import UnsupportedOps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,11 +79,6 @@ def load_cpu_ops(*, use_library: bool = True) -> Ops:
     return TorchCpuOps()
 
 
-def _refuse_scales(op: str, *scales: torch.Tensor | None) -> None:
-    if any(scale is not None for scale in scales):
-        raise UnsupportedOps(f"{op}: the C++ CPU ops have no 8-bit KV cache")
-
-
 def _check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if bias is None:
         shapes.PREPARE_LINEAR.check(weight)
@@ -117,6 +112,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
     """
 
     name = "cpu"
+    kv_cache_dtypes = frozenset((torch.float8_e4m3fn, torch.int8))
 
     def __init__(self, lib: Library) -> None:
         self._lib = lib
@@ -296,12 +292,9 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> None:
-        """Raises IndexError, before anything is written, on a position or slot out of range,
-        UnsupportedOps on scales: there are no 8-bit caches."""
-        _refuse_scales("rope_and_cache", k_scale, v_scale)
-        shapes.ROPE_AND_CACHE.check(
-            q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_norm, k_norm
-        )
+        """Raises IndexError, before anything is written, on a position or slot out of range."""
+        arguments = (q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_norm, k_norm)
+        shapes.ROPE_AND_CACHE.check(k_cache, arguments, (k_scale, v_scale))
         assert (q_norm is None) == (k_norm is None)
         assert positions.is_contiguous() and slot_mapping.is_contiguous()
         max_positions, rotary_dim = table_sizes(cos_sin, q.shape[2])
@@ -322,6 +315,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
             pointer(cos_sin),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
+            ctypes.byref(cache_codes(k_cache, k_scale, v_scale)),
             slot_mapping.data_ptr(),
             ctypes.byref(sizes),
             ctypes.byref(norms),
@@ -346,12 +340,11 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Raises IndexError on a block id or sequence bound out of range, UnsupportedOps on
-        scales."""
-        _refuse_scales("attention", k_scale, v_scale)
+        """Raises IndexError on a block id or sequence bound out of range."""
         starts, seq_lens = batch.query_start_loc_host, batch.seq_lens_host
         table = batch.block_table
-        shapes.ATTENTION.check(q, k_cache, v_cache, starts, seq_lens, table)
+        arguments = (q, k_cache, v_cache, starts, seq_lens, table)
+        shapes.ATTENTION.check(k_cache, arguments, (k_scale, v_scale))
         tokens, heads, head_dim = q.shape
         num_blocks, block_size, kv_heads, _ = k_cache.shape
         assert heads % kv_heads == 0, (heads, kv_heads)
@@ -368,6 +361,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
             q.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
+            ctypes.byref(cache_codes(k_cache, k_scale, v_scale)),
             out.data_ptr(),
             starts.data_ptr(),
             seq_lens.data_ptr(),
@@ -389,10 +383,11 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         v_cache: torch.Tensor,
         src: torch.Tensor,
         dst: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
-        shapes.COPY_BLOCKS.check(k_cache, v_cache, src, dst)
-        for cache in (k_cache, v_cache):
-            cache.index_copy_(0, dst, cache.index_select(0, src))
+        shapes.COPY_BLOCKS.check(k_cache, (k_cache, v_cache, src, dst), (k_scale, v_scale))
+        copy_rows((k_cache, v_cache, k_scale, v_scale), src, dst)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         shapes.SILU_MUL.check(gate_up)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import shapes
-from kernels.blocks import ComposedBlocks
+from kernels.blocks import ComposedBlocks, copy_rows
 from kernels.cuda.activation_mul import activation_mul
 from kernels.cuda.configs import experts_config
 from kernels.cuda.experts import CudaExperts, experts
@@ -64,6 +64,7 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
 
     name = "cuda"
 
+    kv_cache_dtypes = frozenset((torch.float8_e4m3fn,))
     computes_int4 = True
     computes_fp8 = True
     _is_invariant = False
@@ -152,10 +153,7 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
     ) -> None:
         assert (q_norm is None) == (k_norm is None)
         arguments = (q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_norm, k_norm)
-        if k_scale is None and v_scale is None:
-            shapes.ROPE_AND_CACHE.check(*arguments)
-        else:
-            shapes.ROPE_AND_FP8_CACHE.check(*arguments, k_scale, v_scale)
+        shapes.ROPE_AND_CACHE.check(k_cache, arguments, (k_scale, v_scale))
         rope_and_cache(*arguments, eps, k_scale, v_scale)
 
     def attention(
@@ -173,10 +171,7 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
         """See Ops.attention. Raises ValueError for a head_dim over 256."""
         assert window is None or window > 0, window
         indexes = (batch.query_start_loc, batch.seq_lens, batch.block_table)
-        if k_scale is None and v_scale is None:
-            shapes.ATTENTION.check(q, k_cache, v_cache, *indexes)
-        else:
-            shapes.FP8_ATTENTION.check(q, k_cache, v_cache, *indexes, k_scale, v_scale)
+        shapes.ATTENTION.check(k_cache, (q, k_cache, v_cache, *indexes), (k_scale, v_scale))
         assert q.shape[1] % k_cache.shape[2] == 0, (q.shape, k_cache.shape)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_tokens = int(batch.query_start_loc_host[-1])
@@ -206,14 +201,11 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
         v_cache: torch.Tensor,
         src: torch.Tensor,
         dst: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
-        is_fp8 = k_cache.dtype == torch.float8_e4m3fn
-        (shapes.COPY_FP8_BLOCKS if is_fp8 else shapes.COPY_BLOCKS).check(k_cache, v_cache, src, dst)
-        for cache in (k_cache, v_cache):
-            if is_fp8:
-                # torch indexes no float8 on some devices; what is copied is bytes.
-                cache = cache.view(torch.uint8)
-            cache.index_copy_(0, dst, cache.index_select(0, src))
+        shapes.COPY_BLOCKS.check(k_cache, (k_cache, v_cache, src, dst), (k_scale, v_scale))
+        copy_rows((k_cache, v_cache, k_scale, v_scale), src, dst)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         shapes.SILU_MUL.check(gate_up)

@@ -37,11 +37,9 @@ def attention(
         first = 0 if window is None else max(0, seq_len - (end - start) + 1 - window)
         # [seq_len - first, Hq, D]
         table = batch.block_table[row]
-        keys = _context(k_cache, table, first, seq_len, group).to(compute)
-        values = _context(v_cache, table, first, seq_len, group).to(compute)
-        if k_scale is not None and v_scale is not None:
-            keys *= k_scale.to(compute).repeat_interleave(group).unsqueeze(1)
-            values *= v_scale.to(compute).repeat_interleave(group).unsqueeze(1)
+        keys = _context(k_cache, k_scale, table, first, seq_len, compute)
+        values = _context(v_cache, v_scale, table, first, seq_len, compute)
+        keys, values = (kv.repeat_interleave(group, dim=1) for kv in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[start:end].to(compute), keys) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -57,11 +55,22 @@ def attention(
 
 
 def _context(
-    cache: torch.Tensor, block_ids: torch.Tensor, first: int, end: int, group: int
+    cache: torch.Tensor,
+    scale: torch.Tensor | None,
+    block_ids: torch.Tensor,
+    first: int,
+    end: int,
+    compute: torch.dtype,
 ) -> torch.Tensor:
-    """cache [N, B, Hk, D] -> the sequence's tokens [first, end), [end - first, Hk * group, D]."""
+    """cache [N, B, Hk, D] -> the sequence's tokens [first, end), [end - first, Hk, D]."""
     block_size = cache.shape[1]
     first_block = first // block_size
-    blocks = cache[block_ids[first_block : -(-end // block_size)].long()]
-    start = first_block * block_size
-    return blocks.flatten(0, 1)[first - start : end - start].repeat_interleave(group, dim=1)
+    ids = block_ids[first_block : -(-end // block_size)].long()
+    taken = slice(first - first_block * block_size, end - first_block * block_size)
+    tokens = cache[ids].flatten(0, 1)[taken].to(compute)
+    if scale is None:
+        return tokens
+    if scale.ndim == 1:
+        return tokens * scale.to(compute).unsqueeze(1)
+    of_slots = scale[ids].transpose(1, 2).flatten(0, 1)[taken]
+    return tokens * of_slots.to(compute).unsqueeze(2)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.blocks import ComposedBlocks
+from kernels.blocks import ComposedBlocks, copy_rows
 from kernels.fp8 import DequantizedFp8Linears
 from kernels.int4 import DequantizedInt4Linears
 from kernels.lora import StackedLora, StackedSlots, add_stacked_lora
@@ -45,6 +45,7 @@ class ReferenceOps(
     """Ops by the book. compute is the dtype inside each op; parity tests pass float64."""
 
     name = "reference"
+    kv_cache_dtypes = frozenset((torch.float8_e4m3fn, torch.int8))
 
     def __init__(self, compute: torch.dtype = torch.float32) -> None:
         self._compute = compute
@@ -113,9 +114,10 @@ class ReferenceOps(
         v_cache: torch.Tensor,
         src: torch.Tensor,
         dst: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
-        for cache in (k_cache, v_cache):
-            cache[dst] = cache[src]
+        copy_rows((k_cache, v_cache, k_scale, v_scale), src, dst)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul_op.silu_mul(gate_up, self._compute)

@@ -61,7 +61,11 @@ def rope_and_cache(
         k = rotate(k, positions[written], cos_sin, compute)
     v = v[written]
     if k_scale is not None and v_scale is not None:
-        k, v = _saturated(k, k_scale, compute), _saturated(v, v_scale, compute)
+        if k_cache.dtype == torch.int8:
+            k, k_scale[block_ids, :, offsets] = _int8_codes(k, compute)
+            v, v_scale[block_ids, :, offsets] = _int8_codes(v, compute)
+        else:
+            k, v = _saturated(k, k_scale, compute), _saturated(v, v_scale, compute)
     k_cache[block_ids, offsets] = k.to(k_cache.dtype)
     v_cache[block_ids, offsets] = v.to(v_cache.dtype)
 
@@ -70,3 +74,11 @@ def _saturated(x: torch.Tensor, scale: torch.Tensor, compute: torch.dtype) -> to
     """x [T, Hk, D] / scale [Hk], within what e4m3 holds; clamp keeps NaN."""
     wide = x.to(compute) / scale.to(compute).unsqueeze(1)
     return wide.clamp(-E4M3_MAX, E4M3_MAX)
+
+
+def _int8_codes(x: torch.Tensor, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, Hk, D] -> codes [T, Hk, D] int8 and scales [T, Hk] float32."""
+    wide = x.to(compute)
+    scales = (wide.abs().amax(dim=-1) / 127).float()
+    quotients = (wide / scales.to(compute).unsqueeze(-1)).clamp(-127, 127)
+    return quotients.nan_to_num(0.0).round().to(torch.int8), scales

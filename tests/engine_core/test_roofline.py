@@ -35,7 +35,9 @@ LAUNCHES_MS = 292 * 0.002
 
 def cost() -> ModelCost:
     shapes = LlamaForCausalLM.tensor_shapes(CONFIG)
-    return ModelCost.of(CONFIG, sum(map(math.prod, shapes.values())), torch.bfloat16)
+    return ModelCost.of(
+        CONFIG, sum(map(math.prod, shapes.values())), torch.bfloat16, torch.bfloat16
+    )
 
 
 def test_a_models_cost() -> None:
@@ -49,7 +51,10 @@ def test_a_models_cost() -> None:
 def test_tied_embeddings_are_counted_once() -> None:
     tied = dataclasses.replace(CONFIG, tie_embeddings=True)
     num_params = 8_030_261_248 - 525_336_576
-    assert ModelCost.of(tied, num_params, torch.bfloat16).layer_params == cost().layer_params
+    assert (
+        ModelCost.of(tied, num_params, torch.bfloat16, torch.bfloat16).layer_params
+        == cost().layer_params
+    )
 
 
 def test_a_decode_alone_is_bound_by_bytes() -> None:

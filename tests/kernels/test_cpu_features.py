@@ -16,7 +16,6 @@ from kernels.cpu.library import Library, supported_variants
 from kernels.inputs import Maker, attention_args, attention_batch, cos_sin_table, rope_args
 from kernels.ops import AttentionBlock, Block, BlockBatch, KVCache, MlpBlock, MoeBlock
 from kernels.reference.ops import ReferenceOps
-from kernels.registry import UnsupportedOps
 from kernels.shapes import ShapeError
 from kernels.tolerances import assert_within_budget
 from tests.support.cpu_kernels import BACKENDS, VARIANTS, best_cpu_ops, cpu_ops
@@ -283,12 +282,6 @@ def test_an_expert_that_is_not_there_is_refused() -> None:
         mixed(best_cpu_ops(), args)
     with pytest.raises(ShapeError, match="experts: their weights take"):
         mixed(best_cpu_ops(), drawn_experts(0, F32) | {"x": torch.zeros(len(args["x"]), 3)})
-
-
-def test_8_bit_caches_are_refused() -> None:
-    args = attention_args(Maker(F32), [1], [4], 2, 2, 16)
-    with pytest.raises(UnsupportedOps, match="no 8-bit KV cache"):
-        best_cpu_ops().attention(**args, k_scale=torch.ones(2), v_scale=torch.ones(2))
 
 
 # Blocks

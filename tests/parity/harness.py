@@ -18,7 +18,7 @@ from engine_core.kv.window import KVWindow
 from engine_core.model.inputs import ModelInput
 from engine_core.model.loader import load_model, open_model
 from engine_core.parallel.ops import parallel_ops
-from engine_core.runner.kv_caches import allocate_kv_caches
+from engine_core.runner.kv_caches import allocate_kv_caches, set_kv_scales
 from engine_core.runner.model_runner import ModelRunner
 from engine_core.runner.offload import HostKV
 from engine_core.sched.scheduler import Scheduler, SchedulerLimits
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine_core.lora.adapters import Adapters
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
+    from engine_core.model.kv_scales import LayerScales
     from engine_core.model.lora import LoraShape
     from engine_core.model.quantization import Quantization
     from engine_core.parallel.group import RankGroup
@@ -73,8 +74,10 @@ class Engine:
     ) -> None:
         """lead: what of several ranks takes the plans."""
         kv_caches = allocate_kv_caches(
-            loaded.model, loaded.device, num_blocks, block_size, loaded.dtype
+            loaded.model, loaded.device, num_blocks, block_size, loaded.kv_dtype or loaded.dtype
         )
+        if loaded.kv_scales is not None:
+            set_kv_scales(kv_caches, loaded.kv_scales)
         host_kv = None
         self.offload = None
         if num_host_blocks:
@@ -182,11 +185,17 @@ class Loaded:
     device: CpuDevice
     max_model_len: int
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """Of the KV cache, if not dtype."""
+    kv_scales: Sequence[LayerScales] | None = None
 
     def logits(self, token_ids: Sequence[int], slot: int = NO_SLOT) -> torch.Tensor:
         """[T, V] of one sequence computed in one step; slot: of an adapter."""
         num = len(token_ids)
-        kv_caches = allocate_kv_caches(self.model, self.device, num // 16 + 2, 16, torch.float32)
+        kv_dtype = self.kv_dtype or self.dtype
+        kv_caches = allocate_kv_caches(self.model, self.device, num // 16 + 2, 16, kv_dtype)
+        if self.kv_scales is not None:
+            set_kv_scales(kv_caches, self.kv_scales)
         starts = torch.tensor([0, num], dtype=torch.int32)
         lens = torch.tensor([num], dtype=torch.int32)
         table = torch.arange(1, num // 16 + 2, dtype=torch.int32).view(1, -1)

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "api.h"
+#include "cache_codes.h"
 #include "parallel.h"
 
 struct AttentionSizes {
@@ -59,10 +60,11 @@ struct AttentionPlan {
 int64_t find_stray(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
                    const int32_t* block_table);
 
-// out is dense [tokens, heads, head_dim]; tokens of no sequence get zeros.
-template <class T>
-void attention(const AttentionSizes& n, const AttentionPlan& plan, const T* q, const T* k_cache,
-               const T* v_cache, T* out, const int32_t* starts, const int32_t* seq_lens,
-               const int32_t* block_table, int threads);
+// out is dense [tokens, heads, head_dim]; tokens of no sequence get zeros. C is the element type
+// of a cache of codes.format.
+template <class T, class C>
+void attention(const AttentionSizes& n, const AttentionPlan& plan, const T* q, const C* k_cache,
+               const C* v_cache, const CacheCodes& codes, T* out, const int32_t* starts,
+               const int32_t* seq_lens, const int32_t* block_table, int threads);
 
 }  // namespace pagewire

@@ -5,7 +5,7 @@
 // are interleaved. With few query rows both are used at once, with many they go to a tile.
 #pragma once
 
-#include "simd.h"
+#include "cache_codes.h"
 
 #if defined(__AVX512BF16__)
 
@@ -20,6 +20,37 @@ constexpr int MOST_ROWS = 6;   // of the functions for few rows
 inline __m512i load_row(const bf16* from, int64_t left) {
   if (left >= DEPTH) return _mm512_loadu_si512(from);
   return _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), from);
+}
+
+// Codes as bfloat16, which holds them exactly.
+
+inline __m256i load_codes(const void* from, int64_t left) {
+  if (left >= DEPTH) return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+  return _mm256_maskz_loadu_epi8(__mmask32((uint64_t(1) << left) - 1), from);
+}
+
+inline __m512i load_row(const e4m3* from, int64_t left) {
+  // Values of the subnormal codes, multiples of 2^-9.
+  const __m512i tiny = _mm512_zextsi128_si512(
+      _mm_set_epi16(0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0));
+  __m512i codes = _mm512_cvtepu8_epi16(load_codes(from, left));
+  __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+  __m512i value =
+      _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  __mmask32 is_tiny = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  value = _mm512_mask_permutexvar_epi16(value, is_tiny, magnitude, tiny);
+  __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+  value = _mm512_mask_mov_epi16(value, is_nan, _mm512_set1_epi16(0x7fc0));
+  // The sign of one, the rest of the other.
+  return _mm512_ternarylogic_epi32(_mm512_slli_epi16(codes, 8), value,
+                                   _mm512_set1_epi16(int16_t(0x8000)), 0xe4);
+}
+
+inline __m512i load_row(const int8* from, int64_t left) {
+  __m256i codes = load_codes(from, left);
+  __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+  __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+  return bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
@@ -63,7 +94,8 @@ inline void transpose(__m512i (&rows)[16]) {
   }
 }
 
-inline void load_keys(const bf16* const* keys, int64_t d, int64_t left, __m512i (&columns)[16]) {
+template <class C>
+inline void load_keys(const C* const* keys, int64_t d, int64_t left, __m512i (&columns)[16]) {
   PAGEWIRE_UNROLL
   for (int i = 0; i < 16; i++) columns[i] = load_row(keys[i] + d, left);
   transpose(columns);
@@ -104,16 +136,16 @@ inline vf exp_of_negative(vf x) {
 // lie in memory, a line at a time: a burst would stall, and head by head would cost the double.
 // Into the second level: of two steps the first one holds half, and what is on its way to it
 // would occupy the buffers that the products' own misses wait for.
+template <class C>
 class Fetcher {
  public:
-  Fetcher() = default;
-  Fetcher(const bf16* const* rows, int64_t count, int64_t elements)
+  Fetcher(const C* const* rows, int64_t count, int64_t elements)
       : row_(rows), end_(rows + count), elements_(elements) {}
 
   void operator()() {
     if (row_ == end_) return;
     __builtin_prefetch(*row_ + at_, 0, 2);
-    at_ += 32;
+    at_ += 64 / int64_t(sizeof(C));
     if (at_ >= elements_) {
       at_ = 0;
       row_++;
@@ -121,14 +153,14 @@ class Fetcher {
   }
 
  private:
-  const bf16 *const* row_ = nullptr;
-  const bf16* const* end_ = nullptr;
-  int64_t elements_ = 0, at_ = 0;
+  const C *const* row_;
+  const C* const* end_;
+  int64_t elements_, at_ = 0;
 };
 
 // scores[m][16] of M query rows and 16 keys. q is padded with zeros to a multiple of DEPTH.
-template <int M>
-void multiply_keys(const bf16* q, int64_t q_row, const bf16* const* keys, Fetcher& fetch,
+template <int M, class C>
+void multiply_keys(const bf16* q, int64_t q_row, const C* const* keys, Fetcher<C>& fetch,
                    int64_t head_dim, float* scores) {
   __m512 sums[M] = {};
   for (int64_t d = 0; d < head_dim; d += DEPTH) {
@@ -147,8 +179,8 @@ void multiply_keys(const bf16* q, int64_t q_row, const bf16* const* keys, Fetche
 }
 
 // acc[m][d..] += weights[m][j] * values[j][d..] for M rows and N vectors of 32 dimensions.
-template <int M, int N>
-void add_values_at(const bf16* weights, const bf16* const* values, Fetcher& fetch,
+template <int M, int N, class C>
+void add_values_at(const bf16* weights, const C* const* values, Fetcher<C>& fetch,
                    int64_t count, int64_t d, int64_t head_dim, float* acc, int64_t acc_row) {
   __m512 sums[M][2 * N];
   PAGEWIRE_UNROLL
@@ -179,8 +211,8 @@ void add_values_at(const bf16* weights, const bf16* const* values, Fetcher& fetc
     for (int i = 0; i < 2 * N; i++) _mm512_storeu_ps(acc + m * acc_row + d + i * LANES, sums[m][i]);
 }
 
-template <int M>
-void add_values(const bf16* weights, const bf16* const* values, Fetcher& fetch,
+template <int M, class C>
+void add_values(const bf16* weights, const C* const* values, Fetcher<C>& fetch,
                 int64_t count, int64_t head_dim, float* acc, int64_t acc_row) {
   int64_t d = 0;
   if constexpr (M <= 4)
@@ -193,7 +225,8 @@ void add_values(const bf16* weights, const bf16* const* values, Fetcher& fetch,
 // Tiles for many rows: panels of 32 columns, as [panel][pair][32 columns][2].
 
 // Of 64 keys, whose pairs are those of dimensions.
-inline void pack_keys(const bf16* const* keys, int64_t count, int64_t head_dim, int64_t dim,
+template <class C>
+inline void pack_keys(const C* const* keys, int64_t count, int64_t head_dim, int64_t dim,
                       bf16* tile) {
   for (int64_t j = 0; j < count; j += LANES)
     for (int64_t d = 0; d < head_dim; d += DEPTH) {
@@ -206,7 +239,8 @@ inline void pack_keys(const bf16* const* keys, int64_t count, int64_t head_dim, 
 }
 
 // Of the dimensions, whose pairs are those of keys.
-inline void pack_values(const bf16* const* values, int64_t count, int64_t head_dim, bf16* tile) {
+template <class C>
+inline void pack_values(const C* const* values, int64_t count, int64_t head_dim, bf16* tile) {
   for (int64_t d = 0; d < head_dim; d += DEPTH)
     for (int64_t j = 0; j < count; j += 2) {
       __m512i a = load_row(values[j] + d, head_dim - d);

@@ -14,6 +14,15 @@ struct Visible {
   int64_t begin, end;
 };
 
+// What the codes of a step's keys and values are times.
+struct StepScales {
+  float keys[KEYS], values[KEYS];
+};
+
+inline void multiply_by(const float* factors, float* row, int64_t width) {
+  for (int64_t j = 0; j < width; j += W) store(row + j, load(row + j) * load(factors + j));
+}
+
 // What some rows have so far: the running maximum, the sum of exp, the weighted values.
 struct Rows {
   int64_t dim;  // floats of a row of q and acc, a multiple of 2 W
@@ -25,10 +34,12 @@ struct Rows {
   // c tanh(score / c)
   vf cap(vf score) const { return soft_cap * tanh(score * (1.0f / soft_cap)); }
 
-  // Turns the scores of one row into weights, and rescales what the row has so far.
-  void soften(int64_t row, Visible visible, int64_t count) const {
+  // Turns the scores of one row into weights, and rescales what the row has so far. scales: null
+  // where the cache has none.
+  void soften(int64_t row, Visible visible, int64_t count, const StepScales* scales) const {
     float* of_row = scores + row * KEYS;
     int64_t width = (count + W - 1) / W * W;
+    if (scales != nullptr) multiply_by(scales->keys, of_row, width);
     if (soft_cap > 0)
       for (int64_t j = 0; j < width; j += W) store(of_row + j, cap(load(of_row + j)));
     std::fill(of_row, of_row + visible.begin, -INF);
@@ -45,15 +56,17 @@ struct Rows {
     }
     if (now != peak[row]) rescale(row, exp(splat(peak[row] - now))[0], now);
     total[row] += sum(sums);
+    if (scales != nullptr) multiply_by(scales->values, of_row, width);
   }
 
 #if defined(__AVX512BF16__)
   // As soften, from scores that are not scaled yet to weights in bfloat16.
-  void soften_short(int64_t row, Visible visible, int64_t count) const {
+  void soften_short(int64_t row, Visible visible, int64_t count, const StepScales* scales) const {
     vf scaled[KEYS / W], best = splat(-INF);
     int64_t vectors = (count + W - 1) / W;
     for (int64_t i = 0; i < vectors; i++) {
       scaled[i] = load(scores + row * KEYS + i * W) * scale;
+      if (scales != nullptr) scaled[i] *= load(scales->keys + i * W);
       if (soft_cap > 0) scaled[i] = cap(scaled[i]);
       uint32_t seen = first_lanes(visible.end - i * W) & ~first_lanes(visible.begin - i * W);
       if (seen != 0xffff)
@@ -65,9 +78,10 @@ struct Rows {
     vf shift = splat(now == -INF ? 0.0f : now), sums = {};
     for (int64_t i = 0; i < vectors; i++) {
       vf weight = dots::exp_of_negative(scaled[i] - shift);
+      sums += weight;
+      if (scales != nullptr) weight *= load(scales->values + i * W);
       __m256bh rounded = _mm512_cvtneps_pbh(bits_as<__m512>(weight));
       std::memcpy(weights + row * KEYS + i * W, &rounded, sizeof rounded);
-      sums += weight;
     }
     if (now != before) rescale(row, dots::exp_of_negative(splat(before - now))[0], now);
     total[row] += sum(sums);

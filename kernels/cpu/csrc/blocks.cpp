@@ -23,6 +23,7 @@ struct Block {
   // strides are the cache's.
   const float* cos_sin;
   void *k_cache, *v_cache;
+  CacheCodes codes;
   int64_t heads, kv_heads, head_dim, rotary_dim, max_positions, num_blocks, block_size;
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
   int64_t window, row_norms;
@@ -126,20 +127,24 @@ struct Blocks {
             });
     int64_t dim = block.head_dim, width = block.in.out;
     T *k = qkv + block.heads * dim, *v = k + block.kv_heads * dim;
-    T *k_cache = static_cast<T*>(block.k_cache), *v_cache = static_cast<T*>(block.v_cache);
     HeadNorms norms{block.q_norm, block.k_norm, block.eps};
     if (block.row_norms) {
       norm_rows(block, qkv, k, width);
       norms.q = norms.k = nullptr;
     }
-    rope_and_cache(rope_sizes(block), norms, qkv, k, v, batch.positions, block.cos_sin, k_cache, v_cache,
-                   batch.slots, threads);
     T* attended = scratch<Attended, T>(size_t(batch.tokens * block.out.in));
     AttentionSizes sizes = attention_sizes(block);
     sizes.q_token = width;
     sizes.q_head = dim;
-    attention(sizes, plans.of(sizes, batch, threads), qkv, k_cache, v_cache, attended, batch.starts, batch.seq_lens,
-              batch.block_table, threads);
+    with_cache(block.codes.format, T{}, [&](auto cached) {
+      using C = decltype(cached);
+      C *k_cache = static_cast<C*>(block.k_cache), *v_cache = static_cast<C*>(block.v_cache);
+      rope_and_cache(rope_sizes(block), norms, qkv, k, v, batch.positions, block.cos_sin, k_cache,
+                     v_cache, block.codes, batch.slots, threads);
+      attention(sizes, plans.of(sizes, batch, threads), static_cast<const T*>(qkv),
+                static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), block.codes,
+                attended, batch.starts, batch.seq_lens, batch.block_table, threads);
+    });
     add(block, attended);
   }
 

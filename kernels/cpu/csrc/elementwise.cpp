@@ -45,16 +45,20 @@ PAGEWIRE_API void pagewire_activation_mul(int dtype, int64_t activation, const v
 
 PAGEWIRE_API int64_t pagewire_rope_and_cache(int dtype, void* q, const void* k, const void* v,
                                              const int64_t* positions, const float* cos_sin,
-                                             void* k_cache, void* v_cache, const int64_t* slots,
+                                             void* k_cache, void* v_cache,
+                                             const CacheCodes* codes, const int64_t* slots,
                                              const RopeSizes* sizes, const HeadNorms* norms,
                                              int threads) {
   int64_t stray = find_stray(*sizes, positions, slots);
   if (stray >= 0) return stray;
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    rope_and_cache(*sizes, *norms, static_cast<T*>(q), static_cast<const T*>(k),
-                   static_cast<const T*>(v), positions, cos_sin, static_cast<T*>(k_cache),
-                   static_cast<T*>(v_cache), slots, threads);
+    with_cache(codes->format, element, [&](auto cached) {
+      using C = decltype(cached);
+      rope_and_cache(*sizes, *norms, static_cast<T*>(q), static_cast<const T*>(k),
+                     static_cast<const T*>(v), positions, cos_sin, static_cast<C*>(k_cache),
+                     static_cast<C*>(v_cache), *codes, slots, threads);
+    });
   });
   return -1;
 }

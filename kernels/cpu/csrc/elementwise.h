@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "api.h"
+#include "cache_codes.h"
 #include "parallel.h"
 
 namespace pagewire {
@@ -123,15 +124,29 @@ struct HeadNorms {
   float eps;
 };
 
-// cos_sin is dense float32 [max_positions, rotary_dim], or null where rotary_dim is 0.
-template <class T>
+// Writes a head's row as the cache holds it.
+template <class T, class C>
+void write_row(const T* from, C* to, int64_t dim, float* scale) {
+  if constexpr (std::is_same_v<C, T>)
+    std::memcpy(to, from, size_t(dim) * sizeof(T));
+  else if constexpr (std::is_same_v<C, e4m3>)
+    encode_row(from, *scale, dim, to);
+  else
+    *scale = encode_row(from, dim, to);
+}
+
+// cos_sin is dense float32 [max_positions, rotary_dim], or null where rotary_dim is 0. C is the
+// element type of a cache of codes.format.
+template <class T, class C>
 void rope_and_cache(const RopeSizes& n, const HeadNorms& norms, T* q, const T* k, const T* v,
-                    const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,
-                    const int64_t* slots, int threads) {
+                    const int64_t* positions, const float* cos_sin, C* k_cache, C* v_cache,
+                    const CacheCodes& codes, const int64_t* slots, int threads) {
+  constexpr bool IS_FLOAT = std::is_same_v<C, T>;
   int64_t half = n.rotary_dim / 2;
   const T *q_norm = static_cast<const T*>(norms.q), *k_norm = static_cast<const T*>(norms.k);
   for_rows(n.tokens, (n.heads + 2 * n.kv_heads) * n.head_dim, threads, [&](int64_t t) {
     struct NormedKey;
+    struct RotatedKey;
     const float* cos = half > 0 ? cos_sin + positions[t] * n.rotary_dim : nullptr;
     const float* sin = half > 0 ? cos + half : nullptr;
     for (int64_t h = 0; h < n.heads; h++) {
@@ -142,16 +157,28 @@ void rope_and_cache(const RopeSizes& n, const HeadNorms& norms, T* q, const T* k
     if (slots[t] < 0) return;
     int64_t block = slots[t] / n.block_size, offset = slots[t] % n.block_size;
     for (int64_t h = 0; h < n.kv_heads; h++) {
-      T* k_to = k_cache + block * n.k_block + offset * n.k_slot + h * n.k_cache_head;
-      T* v_to = v_cache + block * n.v_block + offset * n.v_slot + h * n.v_cache_head;
+      C* k_to = k_cache + block * n.k_block + offset * n.k_slot + h * n.k_cache_head;
+      C* v_to = v_cache + block * n.v_block + offset * n.v_slot + h * n.v_cache_head;
+      float *k_scale = nullptr, *v_scale = nullptr;
+      if constexpr (!IS_FLOAT) {
+        bool is_paged = std::is_same_v<C, int8>;
+        k_scale = codes.k_scale + (is_paged ? block * codes.k_block + h * codes.k_head + offset : h);
+        v_scale = codes.v_scale + (is_paged ? block * codes.v_block + h * codes.v_head + offset : h);
+      }
       const T* k_from = k + t * n.k_token + h * n.k_head;
       if (k_norm != nullptr) {
         T* normed = scratch<NormedKey, T>(size_t(n.head_dim));
         normalize(k_from, k_norm, normed, n.head_dim, norms.eps);
         k_from = normed;
       }
-      rotate_head(k_from, k_to, cos, sin, half, n.head_dim);
-      std::memcpy(v_to, v + t * n.v_token + h * n.v_head, size_t(n.head_dim) * sizeof(T));
+      if constexpr (IS_FLOAT) {
+        rotate_head(k_from, k_to, cos, sin, half, n.head_dim);
+      } else {
+        T* rotated = scratch<RotatedKey, T>(size_t(n.head_dim));
+        rotate_head(k_from, rotated, cos, sin, half, n.head_dim);
+        write_row(rotated, k_to, n.head_dim, k_scale);
+      }
+      write_row(v + t * n.v_token + h * n.v_head, v_to, n.head_dim, v_scale);
     }
   });
 }

@@ -1,0 +1,88 @@
+"""What --kv-cache-dtype means for a model, and the scales that its checkpoint has for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagewire.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from engine_core.model.checkpoint import Checkpoint
+    from engine_core.model.config import ModelConfig
+    from kernels.ops import Ops
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+KV_DTYPES = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8}
+"""What EngineConfig.kv_cache_dtype names; auto is the dtype that is computed in."""
+_STORED = {
+    "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+}
+"""Below a layer's self_attn, as compressed-tensors and fp8 checkpoints call them."""
+
+LayerScales = tuple[torch.Tensor, torch.Tensor]
+"""Of keys and of values, [Hk] float32 each."""
+
+
+def resolve_kv_cache_dtype(requested: str, dtype: torch.dtype, ops: Ops) -> torch.dtype:
+    """requested as EngineConfig.kv_cache_dtype has it, dtype what is computed in. Raises
+    ConfigError."""
+    kv_dtype = KV_DTYPES.get(requested, dtype)
+    if kv_dtype != dtype and kv_dtype not in ops.kv_cache_dtypes:
+        raise ConfigError(
+            f"--kv-cache-dtype {requested}: the {ops.name} kernels have no such cache"
+        )
+    return kv_dtype
+
+
+def describe_kv_cache(computation: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """For people: computation, and what the KV cache holds where that is not dtype."""
+    name = {FP8: "fp8", INT8: "int8"}.get(kv_dtype)
+    return computation if name is None or kv_dtype == dtype else f"{computation}, {name} KV cache"
+
+
+def kv_scale_names(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> set[str]:
+    """The tensors of a checkpoint that are scales of fp8 keys and values."""
+    parts = {part for names in _STORED.values() for part in names}
+    candidates = {f"model.layers.{i}.self_attn.{part}" for i in range(num_layers) for part in parts}
+    return candidates & shapes.keys()
+
+
+def read_kv_scales(
+    checkpoint: Checkpoint, config: ModelConfig, heads_here: Sequence[int]
+) -> Sequence[LayerScales] | None:
+    """Those of all layers and some of the KV heads, on the host, or None where the checkpoint
+    has none. One scale is that of all heads. Raises ModelLoadError naming the file and the
+    tensor."""
+    shapes = checkpoint.shapes()
+    if not kv_scale_names(shapes, config.num_layers):
+        return None
+    heads = config.num_kv_heads
+
+    def read(index: int, kind: str) -> torch.Tensor:
+        names = [f"model.layers.{index}.self_attn.{part}" for part in _STORED[kind]]
+        name = next((name for name in names if name in shapes), None)
+        if name is None:
+            raise ModelLoadError(
+                f"{checkpoint.file_of(names[0])}: tensor {names[0]} is missing, but other scales "
+                "of the KV cache are there"
+            )
+        scale = torch.empty(shapes[name], dtype=torch.float32)
+        if scale.numel() not in (1, heads):
+            raise ModelLoadError(
+                f"{checkpoint.file_of(name)}: tensor {name} has shape {list(scale.shape)}, "
+                f"expected one scale, or one for each of {heads} KV heads"
+            )
+        checkpoint.read_into(name, scale)
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise ModelLoadError(
+                f"{checkpoint.file_of(name)}: tensor {name} has a scale that is not a finite "
+                "number above 0"
+            )
+        return scale.flatten().expand(heads)[list(heads_here)]
+
+    return [(read(index, "k"), read(index, "v")) for index in range(config.num_layers)]
