@@ -87,6 +87,10 @@ class EngineEvents(Protocol):
     def engine_gone(self, reason: str) -> None:
         """The engine died or is out of reach; what it still says will be dropped."""
 
+    def engine_reconnected(self) -> None:
+        """The connection broke and the same engine answers again: commands that were on
+        their way are lost."""
+
     def engine_stalled(self, stalled: bool) -> None:
         """The step counter stands still while work is running, or moves again."""
 
@@ -136,6 +140,8 @@ class EngineClient:
         self._step_moved_at = 0.0
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._asked: dict[int, Command] = {}
+        """What each of them waits for the reply to."""
         self._call_id = 0
         self._refused: str | None = None
 
@@ -230,11 +236,12 @@ class EngineClient:
             raise self.unavailable()
         self._call_id += 1
         call_id = self._call_id
-        if not self._send(make(call_id)):
+        command = make(call_id)
+        if not self._send(command):
             raise self.unavailable()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        reply.add_done_callback(lambda _: self._calls.pop(call_id, None))
-        self._calls[call_id] = reply
+        reply.add_done_callback(lambda _: self._forget_call(call_id))
+        self._calls[call_id], self._asked[call_id] = reply, command
         return reply
 
     # Outgoing.
@@ -315,9 +322,14 @@ class EngineClient:
             self._refused = refused
             return
         self._last_heard = self._clock()
+        was_lost = self._lost
         self._lost = self._refuses = self._hung_up = False
         if self.ready is not None:
             if ready.epoch == self.ready.epoch:
+                if was_lost:
+                    for command in self._asked.values():
+                        self._send(command)
+                    self._events.engine_reconnected()
                 return
             self._gone("the engine was restarted")
         self._refused = None
@@ -433,11 +445,16 @@ class EngineClient:
         self._fail_calls(self.unavailable())
         self._events.engine_gone(reason)
 
+    def _forget_call(self, call_id: int) -> None:
+        self._calls.pop(call_id, None)
+        self._asked.pop(call_id, None)
+
     def _fail_calls(self, error: Unavailable) -> None:
         for call in list(self._calls.values()):
             if not call.done():
                 call.set_exception(error)
         self._calls.clear()
+        self._asked.clear()
 
 
 def _reachable(endpoint: str) -> str:

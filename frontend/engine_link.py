@@ -44,6 +44,8 @@ class LinkEvents(Protocol):
 
     def engine_gone(self, link: EngineLink, reason: str) -> None: ...
 
+    def engine_reconnected(self, link: EngineLink) -> None: ...
+
     def engine_stalled(self, link: EngineLink) -> None: ...
 
 
@@ -240,6 +242,11 @@ class EngineLink:
         self.aborted.clear()
         self._events.engine_gone(self, reason)
         self.note_empty()
+
+    def engine_reconnected(self) -> None:
+        if self.aborted:
+            self.client.abort(self.aborted)
+        self._events.engine_reconnected(self)
 
     def engine_stalled(self, stalled: bool) -> None:
         self.stalled = stalled

@@ -378,6 +378,17 @@ class EngineSide:
         if first is not None and first.ready is not None:
             self._owner.engine_changed(first.ready)
 
+    def engine_reconnected(self, link: EngineLink) -> None:
+        """Sends again, under a new id, what the engine has not been heard to have."""
+        missing = [state for state in link.live.values() if not _is_heard(state)]
+        _take_away(link, missing)
+        self._note_wait(*missing)
+        for state in missing:
+            try:
+                self._give(state, link)
+            except Unavailable:  # the wire is full
+                self.replay.move(state)
+
     def engine_stalled(self, link: EngineLink) -> None:
         self.update_health()
 
@@ -431,6 +442,13 @@ def fits(state: RequestState, link: EngineLink) -> bool:
     if num_prompt + max(1, state.sampling.max_tokens) > link.room():
         return False
     return link.ready is None or find_room_fault(state.sampling, num_prompt, link.ready) is None
+
+
+def _is_heard(state: RequestState) -> bool:
+    """Whether the engine has said something of the sequence since it was given it."""
+    if state.engine_finished or len(state.output_ids) > state.num_resent:
+        return True
+    return state.started and state.num_adds == 1
 
 
 def _by_link(states: Iterable[RequestState]) -> dict[EngineLink, list[RequestState]]:

@@ -11,6 +11,7 @@ import pytest
 
 from frontend.engine_client import PING_EVERY_S
 from pagewire.v1 import common_pb2
+from pagewire.wire.codec import pack_ids, pack_request_ids
 from pagewire.wire.sockets import bound_endpoint
 from tests.frontend.conftest import Stack
 from tests.support.engine_process import ThreadedEngine
@@ -37,6 +38,7 @@ class ByHand:
         self._engine.runner.gate.clear()
         self.address = self._engine.endpoint
         self.core = self._engine.core
+        self._num_granted = 0
 
     async def start(self) -> None:
         self._engine.__enter__()
@@ -45,10 +47,20 @@ class ByHand:
         await asyncio.to_thread(self._engine.__exit__, None, None, None)
 
     def step(self, count: int = 1) -> None:
+        self._num_granted += count
         self._engine.runner.permits.release(count)
+
+    def step_again(self) -> None:
+        """One step more, unless one that was granted is still to be made."""
+        if len(self._engine.runner._inner.plans) >= self._num_granted:
+            self.step()
 
     def run_freely(self) -> None:
         self._engine.runner.gate.set()
+
+    def num_unread(self) -> int:
+        """Commands that came while a step is under way."""
+        return self._engine.process._events.qsize()
 
     def has_no_frontend(self) -> bool:
         """Whether the loop hears so, at the latest with its next step."""
@@ -133,19 +145,19 @@ class Streams:
 
     async def step_until(self, count: int) -> None:
         """Until every client has so many ids."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while any(len(ids) < count for ids in self.ids):
                 self._more.clear()
-                self.engine.step()
+                self.engine.step_again()
                 # What this step says may be lost on the way.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._more.wait(), 0.05)
 
-    async def end(self) -> None:
-        """The rest of them, and nothing is left anywhere."""
+    async def end(self, first: int = 0) -> None:
+        """The rest of them, and nothing is left anywhere. first: the index of the first."""
         self.engine.run_freely()
         await asyncio.wait_for(asyncio.gather(*self.tasks), 60)
-        for index, ids in enumerate(self.ids):
+        for index, ids in enumerate(self.ids, first):
             assert ids == alone(self._prompt(index), MAX_TOKENS, ())
         core = self.engine.core
         await self.stack.until(lambda: not core.has_work())
@@ -186,6 +198,43 @@ async def test_connections_that_break(
     await streams.end()
 
 
+async def test_commands_on_their_way_when_the_connection_breaks(
+    make_wired: Callable[..., Awaitable[Wired]],
+) -> None:
+    """They are lost, of which the engine, which lives, says nothing."""
+    stack = await make_wired(engine_timeout=60)
+    streams = Streams(stack)
+    await streams.step_until(5)
+    stack.commands.cut()
+    streams.calls[0].cancel()
+    prompt = [40, 41, 42]
+    late = stack.open(
+        prompt_token_ids=common_pb2.TokenIds(ids=prompt),
+        sampling_params=common_pb2.SamplingParams(max_tokens=5, ignore_eos=True),
+        return_token_ids=True,
+    )
+    ids: list[int] = []
+    reading = asyncio.ensure_future(streams._read(late, ids))
+    side = stack.frontend.dispatcher.engine_side
+    await stack.until(lambda: pack_ids(prompt) in stack.commands.held and len(side.aborted) == 1)
+    (aborted,) = side.aborted
+    await stack.until(lambda: pack_request_ids([aborted]) in stack.commands.held)
+    stack.commands.drop()
+    stack.commands.heal()
+    await stack.until(lambda: not stack.engine_client.lost)
+    # The Abort again, one of the late one's former life, and its Add.
+    await stack.until(lambda: streams.engine.num_unread() == 3)
+    del streams.calls[0], streams.tasks[0], streams.ids[0]
+    streams.engine.run_freely()
+    await asyncio.wait_for(reading, 60)
+    assert ids == alone(prompt, 5, ())
+    await streams.end(first=1)
+    assert not side.aborted
+    # It was ended, and did not just come to its end.
+    total = streams.engine.core.stats().total_output_tokens
+    assert total < NUM_STREAMS * MAX_TOKENS
+
+
 @pytest.mark.parametrize("silent", ["commands", "outputs", "both"])
 async def test_a_partition_heals(make_wired: Callable[..., Awaitable[Wired]], silent: str) -> None:
     """Half-open connections: nobody is told that the other side hears nothing."""
@@ -219,7 +268,7 @@ async def test_a_partition_that_stays(make_wired: Callable[..., Awaitable[Wired]
     stack.outputs.cut()
     for task in streams.tasks:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 60)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "is not back after 0.5 s" in str(raised.value.details())
     core = streams.engine.core

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class TcpProxy:
         """Before each piece, each way."""
         self.num_connections = 0
         """So far, whose both ends stand, so that drop() meets the latest."""
+
+        self.held = bytearray()
+        """What came since cut() and has not gone on."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -49,6 +53,7 @@ class TcpProxy:
     def cut(self) -> None:
         """Nothing arrives from now on, neither data nor an end; new connections are taken
         and hear nothing."""
+        self.held.clear()
         self._flowing.clear()
 
     def heal(self) -> None:
@@ -71,16 +76,26 @@ class TcpProxy:
         self.num_connections += 1
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, back))
-                group.create_task(self._pump(there, writer))
+                for source, target in ((reader, back), (there, writer)):
+                    pieces: asyncio.Queue[bytes] = asyncio.Queue(64)
+                    group.create_task(self._read(source, pieces))
+                    group.create_task(self._write(target, pieces))
         finally:
             self._pairs.discard(pair)
             for end in pair:
                 end.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+    async def _read(self, reader: asyncio.StreamReader, pieces: asyncio.Queue[bytes]) -> None:
+        with contextlib.suppress(OSError):
             while data := await reader.read(65536):
+                if not self._flowing.is_set():
+                    self.held += data
+                await pieces.put(data)
+        await pieces.put(b"")
+
+    async def _write(self, writer: asyncio.StreamWriter, pieces: asyncio.Queue[bytes]) -> None:
+        try:
+            while data := await pieces.get():
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 await self._flowing.wait()
