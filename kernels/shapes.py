@@ -235,6 +235,15 @@ COPY_BLOCKS = CacheSignature(
     src="int64: C",
     dst="int64: C",
 )
+ADD_LORA = Signature(
+    "add_lora",
+    y="F: T O",
+    x="F: T I",
+    a="F: S P I",
+    b="F: S O R",
+    tokens="int64: M",
+    tiles="int32: N 3",
+)
 RUN_BLOCKS = Signature(
     "run_blocks",
     residual="F: T H",

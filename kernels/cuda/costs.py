@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.cuda.configs import num_splits
+from kernels.cuda.lora import block_in_for, num_splits_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ FEW = {**LLAMA_1B, "R": 4, "T": 4, "S": 2048, "P": num_splits(4 * 8, 2048, H200_
 """4 of them, whose caches are split."""
 PREFILL = {**LLAMA_1B, "R": 1, "T": 2048, "S": 2048}
 """One prompt of 2048 tokens."""
+ADAPTED = {**DECODE, "G": 4, "r": 16, "K": 3, "P": num_splits_for(2048, block_in_for(2))}
+"""4 adapters of rank 16, of three fused matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,20 @@ COSTS = (
         DECODE,
         "e * (T*H + 2*I*H + T*2*I)",
         "2*T*H*2*I",
+    ),
+    Cost(
+        "lora_shrink_kernel",
+        "qkv, 64 tokens of 4 adapters",
+        ADAPTED,
+        "e * (T*H + G*K*r*H) + 4*P*T*K*r",
+        "2*T*K*r*H",
+    ),
+    Cost(
+        "lora_expand_kernel",
+        "qkv, 64 tokens of 4 adapters",
+        ADAPTED,
+        "4*P*T*K*r + e * (G*r*(Hq + 2*Hk)*D + 2*T*(Hq + 2*Hk)*D)",
+        "2*T*r*(Hq + 2*Hk)*D",
     ),
     Cost("rms_norm_kernel", "64 tokens", DECODE, "e * (2*T*H + H)", "4*T*H"),
     Cost("add_rms_norm_kernel", "64 tokens", DECODE, "e * (4*T*H + H)", "5*T*H"),

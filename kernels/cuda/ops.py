@@ -15,6 +15,7 @@ from kernels.cuda.experts import CudaExperts, experts
 from kernels.cuda.float8 import CONVERTS_E4M3
 from kernels.cuda.fp8_linear import CudaFp8Linear, fp8_linear
 from kernels.cuda.int4_linear import CudaInt4Linear, int4_linear
+from kernels.cuda.lora import add_lora
 from kernels.cuda.paged_decode import paged_decode
 from kernels.cuda.paged_prefill import paged_prefill
 from kernels.cuda.penalties import add_logit_bias, apply_penalties
@@ -23,7 +24,7 @@ from kernels.cuda.rope_and_cache import rope_and_cache
 from kernels.cuda.sample import sample
 from kernels.cuda.tiles import AttentionVariant
 from kernels.cuda.token_logprobs import token_logprobs
-from kernels.lora import StackedLora
+from kernels.lora import StackedLora, StackedSlots
 from kernels.quantized import DequantizedLinears
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from kernels.fp8 import Fp8Tensor
     from kernels.int4 import Int4Tensor
+    from kernels.lora import LoraBatch, LoraSlots
     from kernels.ops import (
         Activation,
         AttentionBatch,
@@ -240,6 +242,13 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
             gelu=activation == "gelu_tanh",
             config=config,
         )
+
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, slots: LoraSlots, batch: LoraBatch
+    ) -> None:
+        assert isinstance(slots, StackedSlots), type(slots)
+        shapes.ADD_LORA.check(y, x, slots.a, slots.b, batch.tokens, batch.tiles)
+        add_lora(y, x, slots, batch)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)

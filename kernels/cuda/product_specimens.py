@@ -22,8 +22,18 @@ from kernels.cuda.fp8_linear import (
     quantize_activations_kernel,
 )
 from kernels.cuda.int4_linear import block_k_for, int4_linear_kernel
+from kernels.cuda.lora import (
+    BLOCK_OUT,
+    block_in_for,
+    block_ranks_for,
+    lora_expand_kernel,
+    lora_shrink_kernel,
+    num_splits_for,
+)
+from kernels.cuda.lora import NUM_WARPS as LORA_WARPS
 from kernels.cuda.specimen import Specimen
 from kernels.cuda.split_k import BLOCK_N, split_combine_kernel
+from kernels.lora import TILE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +46,8 @@ KERNELS = (
     expert_gate_up_kernel,
     expert_down_kernel,
     expert_combine_kernel,
+    lora_shrink_kernel,
+    lora_expand_kernel,
 )
 _HIDDEN = 4096
 
@@ -148,6 +160,36 @@ def expert_combine_specimen(element: str) -> Specimen:
     return Specimen(expert_combine_kernel, "K=2", element, constants, 4)
 
 
+def lora_specimens(element: str, rank: int) -> list[Specimen]:
+    """Of Llama 3 8B's qkv."""
+    block_in = block_in_for(4 if element == "fp32" else 2)
+    splits = num_splits_for(_HIDDEN, block_in)
+    types = {"tokens_ptr": "*i64", "tiles_ptr": "*i32", "inner_ptr": "*fp32"}
+    shrink = {
+        "IN": _HIDDEN,
+        "RANKS": 3 * rank,
+        "SPLITS": splits,
+        "BLOCK_M": TILE_TOKENS,
+        "BLOCK_N": block_ranks_for(3 * rank),
+        "BLOCK_K": block_in,
+    }
+    expand = {
+        "END0": _HIDDEN,
+        "END1": _HIDDEN + 1024,
+        "OUT": _HIDDEN + 2048,
+        "PARTS": 3,
+        "RANK": rank,
+        "SPLITS": splits,
+        "BLOCK_M": TILE_TOKENS,
+        "BLOCK_N": BLOCK_OUT,
+        "BLOCK_R": block_ranks_for(rank),
+    }
+    return [
+        Specimen(kernel, f"rank={rank}", element, constants, LORA_WARPS, types=types)
+        for kernel, constants in ((lora_shrink_kernel, shrink), (lora_expand_kernel, expand))
+    ]
+
+
 def all_product_specimens() -> list[Specimen]:
     """Every kernel, and every entry of the tables."""
     specimens = []
@@ -171,6 +213,8 @@ def all_product_specimens() -> list[Specimen]:
     for size, element in ((2, "bf16"), (4, "fp32")):
         for config in EXPERTS_CONFIGS[size]:
             specimens += expert_specimens(element, config)
+    for element, rank in (("bf16", 16), ("bf16", 64), ("bf16", 256), ("fp32", 16)):
+        specimens += lora_specimens(element, rank)
     return [*specimens, expert_combine_specimen("bf16")]
 
 
@@ -186,4 +230,5 @@ def representative_product_specimens() -> list[Specimen]:
         split_combine_specimen("bf16"),
         *expert_specimens("bf16", EXPERTS_CONFIGS[2][-1]),
         expert_combine_specimen("bf16"),
+        *lora_specimens("bf16", 16),
     ]

@@ -32,6 +32,7 @@ from kernels.int4 import quantize_int4
 from kernels.reference.ops import ReferenceOps
 from kernels.reference.philox import uniform
 from kernels.tolerances import assert_within_budget
+from tests.kernels.test_lora import TOKENS, add
 
 if TYPE_CHECKING:
     from kernels.cuda.ops import CudaOps
@@ -98,6 +99,17 @@ def test_writes_the_nearest_8_bit_floats(case: Case, dtype: torch.dtype, ops: Cu
     exact = case.run(ReferenceOps(torch.float64), dtype, widen=True)
     for name in ("k_cache", "v_cache"):
         assert_nearest_codes(actual[name], exact[name], dtype, f"{case} {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_adapters_match_the_reference(tokens: str, dtype: torch.dtype, ops: CudaOps) -> None:
+    for rows, in_features in (((37,), 33), ((4096, 1024, 1024), 4096)):
+        case = (dtype, rows, TOKENS[tokens])
+        exact = add(ReferenceOps(torch.float64), *case, in_features=in_features, widen=True)
+        reference = add(ReferenceOps(), *case, in_features=in_features)
+        actual = add(ops, *case, in_features=in_features, device="cuda").cpu()
+        assert_within_budget(actual, exact, reference, f"{rows} {tokens}")
 
 
 def test_equal_logits_show_the_random_bits(ops: CudaOps) -> None:

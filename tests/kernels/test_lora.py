@@ -45,14 +45,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def batch_of(slots: Sequence[int]) -> LoraBatch:
-    batch = LoraBatch.of(np.array(slots), torch.from_numpy)
+def batch_of(slots: Sequence[int], device: str = "cpu") -> LoraBatch:
+    batch = LoraBatch.of(np.array(slots), lambda values: torch.from_numpy(values).to(device))
     assert batch is not None
     return batch
 
 
-def parts_of(maker: Maker, in_features: int, rows: Sequence[int]) -> list[LoraPart | None]:
-    ranks = [RANKS[index % len(RANKS)] for index in range(len(rows))]
+def parts_of(
+    maker: Maker,
+    in_features: int,
+    rows: Sequence[int],
+    ranks: Sequence[int | None] = (*RANKS, *RANKS),
+) -> list[LoraPart | None]:
+    ranks = ranks[: len(rows)]
     return [
         None
         if rank is None
@@ -62,12 +67,19 @@ def parts_of(maker: Maker, in_features: int, rows: Sequence[int]) -> list[LoraPa
 
 
 def add(
-    ops: Ops, dtype: torch.dtype, rows: Sequence[int], tokens: Sequence[int], *, widen: bool = False
+    ops: Ops,
+    dtype: torch.dtype,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    in_features: int = 33,
+    device: str = "cpu",
+    widen: bool = False,
 ) -> torch.Tensor:
     """Slots 0 and 1 are filled, 2 has been, and is empty again."""
-    maker, in_features = Maker(dtype, seed=5), 33
+    maker = Maker(dtype, device, seed=5)
     cast = torch.float64 if widen else dtype
-    slots = ops.lora_slots(3, MAX_RANK, in_features, rows, cast, CPU)
+    slots = ops.lora_slots(3, MAX_RANK, in_features, rows, cast, torch.device(device))
     assert slots.num_slots == 3
     for slot in (1, 2, 0, 1):
         parts = parts_of(maker, in_features, rows)
@@ -76,7 +88,7 @@ def add(
     x = maker.normal(len(tokens), in_features).to(cast)
     y = maker.normal(len(tokens), sum(rows)).to(cast)
     before = y.clone()
-    ops.add_lora(y, x, slots, batch_of(tokens))
+    ops.add_lora(y, x, slots, batch_of(tokens, device))
     untouched = [index for index, slot in enumerate(tokens) if slot in (NO_SLOT, 2)]
     assert torch.equal(y[untouched], before[untouched])
     assert widen or not any(

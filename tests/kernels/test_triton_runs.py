@@ -17,6 +17,7 @@ SUITES = (
     "tests/kernels/test_triton_features.py",
     "tests/kernels/test_triton_sampling.py",
     "tests/kernels/test_triton_products.py",
+    "tests/kernels/test_triton_lora.py",
     "tests/kernels/test_triton_penalties.py",
     "tests/parity/test_interpreted_engine.py",
 )

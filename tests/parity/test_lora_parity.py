@@ -3,6 +3,7 @@ batch, chunked, cached, preempted, and never each other's KV."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine_core.lora.backend import ModelSlots
 from engine_core.model.lora import LoraShape
 from tests.parity.harness import Engine, Loaded, assert_same_tokens, load
 from tests.support.adapters import Adapted, save_adapter
+from tests.support.graph_device import GraphDevice, GraphOps
 from tests.support.tiny_architectures import ARCHITECTURES, make_model, save
 
 if TYPE_CHECKING:
@@ -118,3 +120,27 @@ def test_preempted_tokens_agree(case: Case) -> None:
     tokens = engine.generate(case.prompts, NUM_TOKENS, adapters=case.names)
     assert_same_tokens(tokens, case.expected)
     assert engine.core.stats().total_preemptions > 0
+
+
+def test_tokens_agree_beside_graphs_and_with_ids_that_come_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is a graph only where nobody in it has an adapter."""
+    case = Case("llama-yarn", tmp_path)
+    monkeypatch.setattr("tests.parity.harness.load_ops", lambda *args, **more: GraphOps())
+    loaded, adapters = case.load("graph")
+    device = GraphDevice()
+    engine = Engine(
+        replace(loaded, device=device),
+        graph_sizes=(1, 2, 4, 8),
+        async_scheduling=True,
+        adapters=adapters,
+    )
+    tokens = engine.generate(case.prompts, NUM_TOKENS, adapters=case.names)
+    assert_same_tokens(tokens, case.expected)
+    assert device.replays == []
+    base = [(it, ids) for (it, name), ids in zip(case.work, case.expected, strict=True) if not name]
+    assert_same_tokens(
+        engine.generate([it for it, _ in base], NUM_TOKENS), [ids for _, ids in base]
+    )
+    assert len(device.replays) == NUM_TOKENS - 1
