@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import IO, TYPE_CHECKING
 
 from engine_core.parallel.messages import Start, encode_start, write_frame
@@ -41,6 +42,7 @@ class RankProcesses:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._lost: str | None = None
+        self._has_started = False
         self._on_death: Callable[[str], None] | None = None
         self._processes = [_start(module, self.store_file) for _ in range(1, self.size)]
         self._threads = [
@@ -57,6 +59,7 @@ class RankProcesses:
 
     def start(self) -> None:
         """Tells each what it is to be."""
+        self._has_started = True
         config = self.config.model_dump_json().encode()
         for rank, pipe in enumerate(self.pipes, 1):
             start = Start(config, rank, self.store_file, os.getpid())
@@ -71,18 +74,21 @@ class RankProcesses:
             on_death(lost)
 
     def close(self) -> None:
-        """Ends them all: between two steps they see that their pipe is closed, and after a
-        while, or where one is lost and others wait for it, they are killed."""
+        """Ends them all: between two steps they see that their pipe is closed. They are killed
+        after a while, or at once where one is lost and others wait for it, or none has begun."""
         if self._closing.is_set():
             return
         self._closing.set()
         os.close(self.store_file)
-        for process, thread in zip(self._processes, self._threads, strict=True):
+        for process in self._processes:
             try:
                 _pipe(process).close()
             except OSError:  # what was not yet written finds nobody
                 _log.debug("the pipe of process %d is broken", process.pid)
-            thread.join(0.0 if self._lost else _GRACE_S)
+        are_busy = self._has_started and self._lost is None
+        deadline = time.monotonic() + (_GRACE_S if are_busy else 0.0)
+        for process, thread in zip(self._processes, self._threads, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 process.kill()
                 thread.join()

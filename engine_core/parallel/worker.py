@@ -13,7 +13,6 @@ import signal
 import sys
 from typing import IO, TYPE_CHECKING
 
-from engine_core.parallel.group import RankGroup, connect
 from engine_core.parallel.messages import decode_plan, decode_start, read_frame
 from pagewire import collector
 from pagewire.config import EngineConfig
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_core.engine_builder import BuiltEngine
+    from engine_core.parallel.group import RankGroup
     from engine_core.runner.base import PendingStep, Runner
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class FollowingRank:
         self._store_file = store_file
 
     def connect(self, device: torch.device) -> RankGroup:
+        from engine_core.parallel.group import connect
+
         return connect(self._store_file, self.rank, self._config, device)
 
     def lead(self, runner: Runner) -> Runner:
@@ -75,10 +77,12 @@ def follow(built: BuiltEngine, plans: IO[bytes]) -> None:
 
 def main() -> int:
     """The exit status: as the engine's own (engine_core/__main__.py)."""
-    # Ctrl-C and the like are rank 0's to answer; this process ends with it.
+    # Before torch: Ctrl-C and the like are rank 0's to answer, and this process ends with it.
     die_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    from engine_core.engine_builder import build_engine  # seconds, as on rank 0 meanwhile
+
     plans = sys.stdin.buffer
     frame = read_frame(plans)
     if frame is None:
@@ -90,8 +94,6 @@ def main() -> int:
     setup_logging(f"engine.{start.rank}", config.log_level, config.log_format)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    from engine_core.engine_builder import build_engine
-
     try:
         built = build_engine(
             config,
