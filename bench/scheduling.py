@@ -53,6 +53,7 @@ class Flags:
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     max_mixed_prefill_tokens: int = 0
+    short_prefill_share: float = 0.0
 
     def __str__(self) -> str:
         text = f"budget {self.max_num_batched_tokens}"
@@ -60,6 +61,8 @@ class Flags:
             text += f", long prefill {self.long_prefill_token_threshold}"
         if self.max_mixed_prefill_tokens:
             text += f", mixed prefill {self.max_mixed_prefill_tokens}"
+        if self.short_prefill_share:
+            text += f", share {self.short_prefill_share:g}"
         return text
 
 
@@ -69,6 +72,8 @@ COMPARED = (
     Flags(2048),
     Flags(2048, long_prefill_token_threshold=1024),
     Flags(2048, long_prefill_token_threshold=512),
+    Flags(2048, short_prefill_share=0.25),
+    Flags(2048, short_prefill_share=0.5),
     Flags(2048, max_mixed_prefill_tokens=512),
     Flags(512),
 )
@@ -151,6 +156,7 @@ def run(gpu: str, flags: Flags, streams: list[Stream]) -> float:
         vocab_size=LLAMA_3_8B.vocab_size,
         long_prefill_token_threshold=flags.long_prefill_token_threshold,
         max_mixed_prefill_tokens=flags.max_mixed_prefill_tokens,
+        short_prefill_share=flags.short_prefill_share,
     )
     runner = SimRunner(
         GPUS[gpu],

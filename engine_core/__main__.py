@@ -196,6 +196,7 @@ def _make_core(
             eos_token_ids=built.eos_token_ids,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_mixed_prefill_tokens=built.max_mixed_prefill_tokens,
+            short_prefill_share=config.short_prefill_share,
         )
         offload = None
         if built.num_host_blocks:

@@ -213,6 +213,9 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
     """Most tokens that one prompt gets in a step, so that other prompts get on beside
     a long one and steps stay short for those that decode. 0 sets no such limit."""
+    short_prefill_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of a step's prompt tokens that goes to prompts with less left than the first in
+    order, so that they get past a long one, which keeps the rest."""
     scheduling_policy: Literal["fair", "priority"] = "fair"
     """Who is next in the queue. fair: priority, then the tenant served least, then
     the earliest deadline. priority: priority, then first come."""

@@ -36,6 +36,8 @@ class Draft:
     num_decodes: int = 0
     prefills: list[Request] = field(default_factory=list)
     """Running requests with more than one token to compute."""
+    shared: set[Request] = field(default_factory=set)
+    """Those that were given tokens before the one whose turn it was."""
     new_seqs: list[NewSeq] = field(default_factory=list)
     forks: dict[Request, NewSeq] = field(default_factory=dict)
     """Beams that enter a row."""
@@ -109,3 +111,12 @@ class Draft:
                 self.num_decodes -= index < self.num_decodes
                 del self.requests[index], self.seqs[index]
                 return
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A plan handed out and not yet updated with its result."""
+
+    requests: list[Request]
+    """Parallel to the plan's seqs."""
+    started: list[Request]

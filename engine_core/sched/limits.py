@@ -25,6 +25,10 @@ class SchedulerLimits:
     """Most prompt tokens of a step in which others decode, so that these do not wait for a
     whole budget of them; 0 sets no such limit."""
 
+    short_prefill_share: float = 0.0
+    """Part of a step's prefill budget that goes to prompts with less left than the first in
+    order, 0 to below 1."""
+
     @property
     def max_chunk(self) -> int:
         """Most tokens that one prompt can get in a step."""
@@ -45,6 +49,10 @@ class SchedulerLimits:
         if self.max_mixed_prefill_tokens < 0:
             raise ValueError(
                 f"max_mixed_prefill_tokens is {self.max_mixed_prefill_tokens}, must be at least 0"
+            )
+        if not 0 <= self.short_prefill_share < 1:
+            raise ValueError(
+                f"short_prefill_share is {self.short_prefill_share}, must be 0 to below 1"
             )
         if self.max_model_len < 2:
             raise ValueError(

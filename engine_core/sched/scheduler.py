@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from engine_core.request import Request, Status
 from engine_core.sched.beam_group import num_forks, together
-from engine_core.sched.draft import Draft
+from engine_core.sched.draft import Draft, InFlight
 from engine_core.sched.integrity import check_requests
 from engine_core.sched.limits import SchedulerLimits
 from engine_core.sched.logprobs import cut_logprobs, take_logprobs
 from engine_core.sched.outcome import StepOutcome
 from engine_core.sched.plan import NO_MOVES, NO_TOKEN, NewSeq, StepPlan, StepResult
 from engine_core.sched.policy import FairPolicy
+from engine_core.sched.prefill_share import first_in_turn, most_ahead, shorter_ones
 from engine_core.sched.stop import end_status, has_room, is_ending
 from pagewire.types import FinishReason
 
@@ -34,15 +34,6 @@ __all__ = ["Scheduler", "SchedulerLimits", "StepOutcome"]
 
 _NOTHING_DRAWN = (-1, -1)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A plan handed out and not yet updated with its result."""
-
-    requests: list[Request]
-    """Parallel to the plan's seqs."""
-    started: list[Request]
 
 
 class Scheduler:
@@ -93,7 +84,7 @@ class Scheduler:
         """Searches that have beams to enter rows with the next plan."""
         self._chosen: dict[int, int] = {}
         """Row -> the last token of its beam, of which the runner has not been told yet."""
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
 
     def add(self, request: Request) -> None:
         """Queues a request that intake has found servable."""
@@ -132,7 +123,9 @@ class Scheduler:
         self._enter_forks(draft)
         self._grow_decodes(draft)
         draft.spare_decodes(self.limits.max_mixed_prefill_tokens)
-        self._grow_prefills(draft)
+        if self.limits.short_prefill_share:
+            self._share_prefills(draft, now)
+        self._grow_prefills(draft, draft.prefills)
         self._admit_waiting(draft, now)
         self._speculate(draft)
         plan = self._seal(draft)
@@ -252,13 +245,29 @@ class Scheduler:
         # nobody was admitted who would make them more than the budget.
         assert draft.budget >= 0, (draft.budget, len(self.running))
 
-    def _grow_prefills(self, draft: Draft) -> None:
+    def _share_prefills(self, draft: Draft, now: float) -> None:
+        """Prompts with less left than the first in order, with their share of the budget."""
+        first = first_in_turn(draft.prefills)
+        if first is None:
+            return
+        num_decodes = draft.num_decodes
+        num_shared = int(draft.budget * self.limits.short_prefill_share)
+        held_back = draft.budget - num_shared
+        draft.budget = num_shared
+        self._grow_prefills(draft, shorter_ones(draft.prefills, first))
+        # What they leave is for those who wait. None of these can be preempted for the first:
+        # an admission leaves room for all that running prompts are owed.
+        self._admit_waiting(draft, now, first)
+        draft.shared.update(draft.requests[num_decodes:])
+        draft.budget += held_back
+
+    def _grow_prefills(self, draft: Draft, prefills: Sequence[Request]) -> None:
         """The next chunk of each running prompt, as far as the budget goes."""
         max_chunk = self.limits.max_chunk
-        for request in draft.prefills:
+        for request in prefills:
             if not draft.budget:
                 break
-            if request.status is not Status.RUNNING:
+            if request.status is not Status.RUNNING or request in draft.shared:
                 continue
             num_left = request.num_tokens - request.num_computed_tokens
             if not num_left:
@@ -313,8 +322,9 @@ class Scheduler:
         self.total_preemptions += 1
         self.waiting.push(victim)
 
-    def _admit_waiting(self, draft: Draft, now: float) -> None:
-        """New prompts, first chunk each, while budget, rows and blocks last.
+    def _admit_waiting(self, draft: Draft, now: float, first: Request | None = None) -> None:
+        """New prompts, first chunk each, while budget, rows and blocks last; ahead of the
+        first of those that run, if one is given.
 
         Strictly in the policy's order: nobody overtakes one who does not fit,
         so a large request is not starved by small ones.
@@ -334,6 +344,10 @@ class Scheduler:
             hit = self.kv_manager.lookup(request.table)
             num_left = request.num_tokens - hit.num_cached_tokens
             num_new = min(num_left, self.limits.max_chunk, draft.budget)
+            if first is not None:
+                num_new = min(num_new, most_ahead(request, num_left, first))
+                if not num_new:
+                    break
             # Room for a whole prompt is asked for, beside what the prompts in chunks
             # are still owed: no two ever count on the same blocks.
             reserve = owed + self._watermark() + num_forks(request) if self.running else 0
@@ -344,6 +358,7 @@ class Scheduler:
             self._enter_row(request, hit, draft, now)
             draft.add(request, num_new, block_ids)
             owed += self._owed(request)
+            draft.prefills.append(request)
         assert self.running or not self.waiting, "a request that fits alone was not admitted"
 
     def _speculate(self, draft: Draft) -> None:
@@ -403,7 +418,7 @@ class Scheduler:
             self._rows_to_forget.clear()
             chosen = tuple(self._chosen.items())
             self._chosen.clear()
-            self._in_flight[self.step] = _InFlight(draft.requests, draft.started)
+            self._in_flight[self.step] = InFlight(draft.requests, draft.started)
         left = draft.budget + draft.held_back
         self.num_batched_tokens = self.limits.max_num_batched_tokens - left
         new_seqs = (*draft.new_seqs, *draft.forks.values())

@@ -103,6 +103,7 @@ def scheduling(rng: random.Random) -> dict[str, Any]:
         "costs": rng.choice([None, dear]),
         "policy": make_policy(rng.choice(["fair", "fair", "fair", "priority"])),
         "long_prefill_token_threshold": rng.choice([0, 0, 1, 4]),
+        "short_prefill_share": rng.choice([0.0, 0.3, 0.9]),
         "step_s": lambda num_tokens: 0.9 + token_s * num_tokens,
     }
 

@@ -399,6 +399,7 @@ class FakeEngine:
         enable_prefix_caching: bool = True,
         long_prefill_token_threshold: int = 0,
         max_mixed_prefill_tokens: int = 0,
+        short_prefill_share: float = 0.0,
         policy: Policy | None = None,
         step_s: Callable[[int], float] | None = None,
         num_host_blocks: int = 0,
@@ -417,6 +418,7 @@ class FakeEngine:
             eos_token_ids=eos_token_ids,
             long_prefill_token_threshold=long_prefill_token_threshold,
             max_mixed_prefill_tokens=max_mixed_prefill_tokens,
+            short_prefill_share=short_prefill_share,
         )
         self.clock = FakeClock()
         self.offload = None

@@ -37,6 +37,7 @@ class Simulation:
         num_blocks: int = 100,
         long_prefill_token_threshold: int = 0,
         max_mixed_prefill_tokens: int = 0,
+        short_prefill_share: float = 0.0,
     ) -> None:
         self.limits = SchedulerLimits(
             max_num_seqs,
@@ -45,6 +46,7 @@ class Simulation:
             VOCAB_SIZE,
             long_prefill_token_threshold=long_prefill_token_threshold,
             max_mixed_prefill_tokens=max_mixed_prefill_tokens,
+            short_prefill_share=short_prefill_share,
         )
         self.kv_manager = KVManager(num_blocks, 16, enable_prefix_caching=False)
         self.scheduler = Scheduler(self.limits, self.kv_manager, policy)
