@@ -197,6 +197,25 @@ def test_codes_give_the_tokens_of_one_rank(
         assert_same_tokens(engine.generate(prompts, 24), expected)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_caches_of_8_bits(kv_dtype: torch.dtype, mixed: Path, grammars: Grammars) -> None:
+    # A last bit can become a step of 8 bits: logprobs are close, and no more.
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
+    asked = [Asked(list(range(2 + 7 * at, 40 + 20 * at)), params) for at in range(3)]
+    one = load(str(mixed), "cpu")
+    one.kv_dtype = kv_dtype
+    expected = serve(Engine(one), asked, grammars)
+    with RankThreads(str(mixed), 2, backend="cpu") as ranks:
+        for rank in range(2):
+            ranks.loaded(rank).kv_dtype = kv_dtype
+        with ranks.engine() as engine:
+            answers = serve(engine, asked, grammars)
+    for mine, other in zip(answers, expected, strict=True):
+        assert mine.ids == other.ids
+        for told, wanted in zip(mine.output, other.output, strict=True):
+            assert told.logprob == pytest.approx(wanted.logprob, abs=0.1)
+
+
 def test_company_changes_no_bit(mixed: Path, grammars: Grammars) -> None:
     rng = random.Random(5)
     params = SamplingParams(max_tokens=12, seed=3, logprobs=2, ignore_eos=True)

@@ -133,8 +133,9 @@ class RanksEngine:
         lock = threading.Lock()
 
         def run(loaded: Loaded) -> None:
+            kv_dtype = loaded.kv_dtype or loaded.dtype
             kv_caches = allocate_kv_caches(
-                loaded.model, loaded.device, num_blocks, block_size, loaded.dtype
+                loaded.model, loaded.device, num_blocks, block_size, kv_dtype
             )
             host_kv = None
             if num_host_blocks:
