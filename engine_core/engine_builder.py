@@ -42,7 +42,12 @@ from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows
 from engine_core.sched.intake import FindUnsupported, all_is_supported
-from engine_core.speculative import make_speculation, max_sampled_tokens, resolve_method
+from engine_core.speculative import (
+    make_speculation,
+    max_sampled_tokens,
+    open_draft_model,
+    resolve_method,
+)
 from kernels.registry import UnsupportedOps, load_ops
 from pagewire.errors import ConfigError
 from pagewire.model_source import resolve_model
@@ -133,9 +138,14 @@ def build_engine(
     sizes = _graph_sizes(config, device)
     lora = lora_shape(config, opened)
     method = resolve_method(config, device)
+    opened_draft = open_draft_model(config, opened)
     max_sampled = max_sampled_tokens(config, method, max_num_batched_tokens)
     own = share_config(opened.config, ranks.rank, ranks.size)
-    planner = _KVPlanner(config, own, device, kv_dtype, max_model_len, max_sampled)
+    # A block holds the KV of both.
+    beside = 0
+    if opened_draft is not None:
+        beside = block_num_bytes(opened_draft.config, config.block_size, dtype)
+    planner = _KVPlanner(config, own, device, kv_dtype, max_model_len, max_sampled, beside)
     kv_plan = planner.plan_before_load()
     num_host_blocks = planner.plan_host_blocks()
     group = ranks.connect(device.torch_device)
@@ -153,6 +163,17 @@ def build_engine(
         lora,
         group,
     )
+    draft_model = None
+    if opened_draft is not None:
+        draft_model = load_model(
+            opened_draft,
+            ops,
+            device.torch_device,
+            dtype,
+            kv_plan.max_model_len if kv_plan else max_model_len,
+            lambda done, total: progress("weights", done, total),
+            resolve_quantization(config, opened_draft, ops),
+        )
     if kv_plan is None:
         kv_plan = planner.plan_after_load(model, ops, max_num_batched_tokens, sizes)
         if group is not None:
@@ -176,6 +197,11 @@ def build_engine(
         graph_sizes=sizes,
         max_sampled_tokens=max_sampled,
     )
+    if draft_model is not None:
+        draft_caches = allocate_kv_caches(
+            draft_model, device, kv_plan.num_blocks, config.block_size, dtype
+        )
+        runner.add_draft_model(draft_model, ops, draft_caches)
     adapters = load_adapters(config, model, opened.source.name, dtype)
     progress("warm-up", 0, 1)
     runner.warm_up()
@@ -302,13 +328,16 @@ class _KVPlanner:
         kv_dtype: torch.dtype,
         max_model_len: int,
         max_sampled_tokens: int,
+        bytes_beside: int,
     ) -> None:
+        """bytes_beside: of a block, that another model takes."""
         self._config = config
         self._device = device
         self._kv_dtype = kv_dtype
         self._max_model_len = max_model_len
         self._max_sampled_tokens = max_sampled_tokens
-        self._block_bytes = block_num_bytes(model_config, config.block_size, kv_dtype)
+        self._target_bytes = block_num_bytes(model_config, config.block_size, kv_dtype)
+        self._block_bytes = self._target_bytes + bytes_beside
 
     def plan_before_load(self) -> KVPlan | None:
         budget = self._device.fixed_kv_budget()
@@ -341,7 +370,7 @@ class _KVPlanner:
                 "--kv-offload-memory holds what the prefix cache evicts: "
                 "it needs --enable-prefix-caching"
             )
-        return plan_host_blocks(size, self._block_bytes)
+        return plan_host_blocks(size, self._target_bytes)
 
     def _plan(self, budget: MemoryBudget) -> KVPlan:
         return plan_kv_cache(

@@ -82,6 +82,7 @@ class Request:
         "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_computed",
         "num_preemptions",
         "num_prompt_tokens",
         "num_unread",
@@ -165,6 +166,8 @@ class Request:
         """Of guesses at its next tokens, once there was one."""
         self.ngrams: NgramIndex | None = None
         """Where its guesses come from, if they come from itself."""
+        self.num_draft_computed = 0
+        """Leading tokens whose KV the draft model has, if there is one."""
         self.finish_token_id: int | None = None
         """The stop token that ended it, for STOPPED."""
 

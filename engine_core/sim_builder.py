@@ -115,6 +115,7 @@ def _refuse_unsimulated(config: EngineConfig) -> None:
         "--enable-lora": config.enable_lora,
         "--tensor-parallel-size": config.tensor_parallel_size > 1,
         "--speculative-method": config.speculative_method not in ("auto", "none"),
+        "--speculative-model": config.speculative_model is not None,
     }
     for flag, is_set in wrong.items():
         if is_set:

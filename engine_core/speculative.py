@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from engine_core.sched.speculation import NgramDrafter, Speculation
+from engine_core.model.loader import open_model
+from engine_core.sched.drafters import ModelDrafter, NgramDrafter
+from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
 from pagewire.errors import ConfigError
+from pagewire.model_source import resolve_model
 
 if TYPE_CHECKING:
     from engine_core.device.base import Device
+    from engine_core.model.loader import OpenedModel
     from engine_core.runner.model_runner import ModelRunner
+    from engine_core.sched.drafters import Drafter
     from pagewire.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -21,17 +26,46 @@ _MOST_SAMPLED = 64
 verifying more has stopped to pay long before."""
 
 
-def resolve_method(config: EngineConfig, device: Device) -> Literal["none", "ngram"]:
+def resolve_method(config: EngineConfig, device: Device) -> Literal["none", "ngram", "draft"]:
     """Raises ConfigError for settings that contradict each other."""
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(
             f"--prompt-lookup-min is {config.prompt_lookup_min}, must be at most "
             f"--prompt-lookup-max, which is {config.prompt_lookup_max}"
         )
+    if config.speculative_model is not None:
+        if config.speculative_method not in ("auto", "draft"):
+            raise ConfigError(
+                f"--speculative-model is for --speculative-method draft, not "
+                f"{config.speculative_method}"
+            )
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {config.tensor_parallel_size} goes without "
+                "--speculative-model: it is not divided among ranks"
+            )
+        return "draft"
+    if config.speculative_method == "draft":
+        raise ConfigError("--speculative-method draft needs --speculative-model")
     if config.speculative_method == "auto":
         # Where the device works by itself, planning while it does is worth more.
         return "ngram" if device.is_synchronous else "none"
     return config.speculative_method
+
+
+def open_draft_model(config: EngineConfig, target: OpenedModel) -> OpenedModel | None:
+    """None where none is asked for. Raises ModelLoadError naming the file, ConfigError naming
+    the flag."""
+    if config.speculative_model is None:
+        return None
+    opened = open_model(resolve_model(config.speculative_model))
+    mine, theirs = opened.config.vocab_size, target.config.vocab_size
+    if mine != theirs:
+        raise ConfigError(
+            f"--speculative-model {config.speculative_model} has a vocabulary of {mine} tokens, "
+            f"the model one of {theirs}: guesses are token ids, which must mean the same"
+        )
+    return opened
 
 
 def max_sampled_tokens(config: EngineConfig, method: str, max_num_batched_tokens: int) -> int:
@@ -50,15 +84,24 @@ def make_speculation(
     if method == "none":
         return None
     costs = StepCosts(runner.measure_step_costs())
+    drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    if runner.draft_model is not None:
+        drafting = StepCosts(runner.measure_step_costs(runner.draft_model.run_verifying_step))
+        logger.info(
+            "the draft model takes %.2f of a step for a guess",
+            drafting.seconds(1) / costs.seconds(1),
+        )
+        drafter = ModelDrafter(drafting)
     speculation = Speculation(
-        NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max),
+        drafter,
         costs,
         num_speculative_tokens=config.num_speculative_tokens,
         max_sampled_tokens=max_sampled,
     )
     logger.info(
-        "speculative decoding by n-grams, up to %d tokens: a step of 4 costs %.1f times one of 1, "
+        "speculative decoding (%s), up to %d tokens: a step of 4 costs %.1f times one of 1, "
         "a step of 8 %.1f times; it is used while at most %d sequences decode",
+        method,
         config.num_speculative_tokens,
         costs.seconds(4) / costs.seconds(1),
         costs.seconds(8) / costs.seconds(1),

@@ -249,10 +249,13 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     async_scheduling: Literal["auto", "off"] = "auto"
     """Plan the next step while the device runs one. auto: where the device works by itself,
     which a CPU does not. What ends a request is then noticed one step late."""
-    speculative_method: Literal["auto", "none", "ngram"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft"] = "auto"
     """Guess tokens and verify several in one step; the output is the same. ngram: what
-    followed the last words the time before, in prompt or output. auto: ngram on a CPU. A
-    step is then planned once the one before is read, as with --async-scheduling off."""
+    followed the last words the time before, in prompt or output. draft: what a smaller
+    model draws. auto: draft where there is such a model, else ngram on a CPU. A step is
+    then planned once the one before is read, never while it runs."""
+    speculative_model: Text | None = None
+    """A smaller model of the same vocabulary, named like the model itself, that guesses."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=32)] = 7
     """Most tokens guessed for a sequence and step; how many is decided by how often they
     were right, and by the load."""

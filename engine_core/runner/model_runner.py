@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from engine_core.kv.restore_policy import MeasuredCosts
 from engine_core.runner.batch import BatchBuilder
+from engine_core.runner.draft_model import DraftModel
 from engine_core.runner.graphs import DecodeGraphs
 from engine_core.runner.logits import LogitsProcessors
 from engine_core.runner.logprobs import StepReporter
@@ -69,6 +71,8 @@ class ModelRunner:
         self._processors = LogitsProcessors(self._rows, model.config.eos_token_ids, ops)
         self._graph_sizes = graph_sizes
         self._graphs = DecodeGraphs(model, device, kv_caches, self._builder, ())
+        self.draft_model: DraftModel | None = None
+        """Where guesses come from, if plans leave them to the runner."""
         self._unread: list[PendingModelStep] = []
         """Steps whose ids may still be on the device only."""
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -78,6 +82,10 @@ class ModelRunner:
             if device.is_synchronous
             else torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
         )
+
+    def add_draft_model(self, model: DecoderModel, ops: Ops, kv_caches: KVCaches) -> None:
+        """kv_caches: of as many blocks, of the same size, as the model's."""
+        self.draft_model = DraftModel(model, ops, self._device, kv_caches, self._rows)
 
     def warm_up(self) -> None:
         """One step of each kind, so that the first request does not pay for first calls,
@@ -100,19 +108,23 @@ class ModelRunner:
         self._device.fence().wait()
         return MeasuredCosts(self._host_kv.measure_restore(), timer.seconds() / num_tokens)
 
-    def measure_step_costs(self) -> dict[int, float]:
-        """Seconds of a step that draws from each of its tokens, by their number: the least of
+    def measure_step_costs(self, run: Callable[[int], None] | None = None) -> dict[int, float]:
+        """run: a step of so many tokens. Default: of the model.
+
+        Seconds of a step that draws from each of its tokens, by their number: the least of
         a few rounds over all sizes, as many on all ranks.
 
         Where the host computes it is CPU time, of all threads: only the ratios count, and
         these are then the same beside other processes."""
+        if run is None:
+            run = partial(run_verifying_step, self._model, self._ops, self._kv_caches)
         most = min(self._max_num_batched_tokens, self._rows.token_ids.shape[1])
         sizes = [size for size in MEASURED_SIZES if size <= max(2, most)]
         costs = dict.fromkeys(sizes, math.inf)
         for _ in range(_ROUNDS):
             for size in sizes:
                 timer, began_at = self._device.timer(), time.process_time()
-                run_verifying_step(self._model, self._ops, self._kv_caches, size)
+                run(size)
                 timer.stop()
                 self._device.fence().wait()
                 seconds = timer.seconds()
@@ -127,6 +139,9 @@ class ModelRunner:
         self._processors.follow(plan)
         if not plan.seqs:
             return PendingModelStep(self._rows, np.empty(0, np.int64), None, None)
+        if plan.draft_steps:
+            assert self.draft_model is not None, "guesses of a model that is not there"
+            self.draft_model.run(plan.draft_steps)
         # Decodes come first, so that the last one tells of all.
         last = plan.seqs[-1]
         decodes = last.samples and last.num_new_tokens == 1
@@ -164,7 +179,7 @@ class ModelRunner:
             reporter,
             self._processors.release,
             times,
-            Verification(plan) if plan.has_drafts else None,
+            Verification(plan, self._rows) if plan.has_drafts else None,
         )
         if self._device.is_synchronous:
             pending.result()

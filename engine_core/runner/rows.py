@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_core.sched.plan import NO_TOKEN
+from engine_core.sched.plan import BY_MODEL, NO_TOKEN
 from kernels.lora import NO_SLOT
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Rows:
             assert self._held[seq.row], seq
             if seq.new_block_ids:
                 self._append_blocks(seq.row, seq.new_block_ids)
-            if seq.draft_token_ids:
+            if seq.draft_token_ids and seq.draft_token_ids[0] != BY_MODEL:
                 self._write_drafts(seq.row, seq.draft_token_ids)
 
     def _free(self, row: int) -> None:

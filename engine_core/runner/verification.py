@@ -9,6 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_core.runner.rows import Rows
     from engine_core.sched.plan import StepPlan
 
 
@@ -29,22 +30,27 @@ class Verification:
         drawn    d0   d1    x    y        accepted: d0 d1, drawn after them: x
     """
 
-    def __init__(self, plan: StepPlan) -> None:
-        self._seqs = [seq for seq in plan.seqs if seq.samples]
-        self.rows = np.array([seq.row for seq in self._seqs])
+    def __init__(self, plan: StepPlan, rows: Rows) -> None:
+        """rows: hold the draft tokens of all."""
+        seqs = [seq for seq in plan.seqs if seq.samples]
+        self.rows = np.array([seq.row for seq in seqs])
         """[R], each once."""
+        self._drafts: list[tuple[int, ...]] = []
+        for seq in seqs:
+            begin = rows.num_tokens[seq.row]
+            drafts = rows.token_ids[seq.row, begin : begin + len(seq.draft_token_ids)]
+            self._drafts.append(tuple(drafts.tolist()))
 
     def read(self, drawn: Sequence[int]) -> Verified:
         """drawn: [S] ids."""
         token_ids, accepted, place = [], {}, 0
-        for seq in self._seqs:
-            drafts = seq.draft_token_ids
+        for row, drafts in zip(self.rows.tolist(), self._drafts, strict=True):
             num = 0
             while num < len(drafts) and drawn[place + num] == drafts[num]:
                 num += 1
             token_ids.append(drawn[place + num])
             if drafts:
-                accepted[seq.row] = drafts[:num]
+                accepted[row] = drafts[:num]
             place += 1 + len(drafts)
         assert place == len(drawn), (place, len(drawn))
         return Verified(token_ids, accepted)

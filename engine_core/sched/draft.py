@@ -9,6 +9,7 @@ from engine_core.sched.plan import NewSeq, SeqStep
 
 if TYPE_CHECKING:
     from engine_core.request import Request
+    from engine_core.sched.plan import DraftStep
 
 
 class DraftTokens(NamedTuple):
@@ -45,6 +46,8 @@ class Draft:
     preempted: bool = False
     has_drafts: bool = False
     """Whether any of seqs has draft tokens."""
+    draft_steps: tuple[DraftStep, ...] = ()
+    """For the draft model."""
 
     def spare_decodes(self, max_prefill_tokens: int) -> None:
         """Beside decodes, which wait for it, prefill gets at most so many tokens from here on;

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pagewire.types import SamplingParams
     from pagewire.wire.messages import PositionLogprobs
 
+BY_MODEL = -1
+"""Stands for a draft token that the runner makes itself."""
 NO_TOKEN = -1
 """Stands for the id of a row whose own masks leave nothing to draw."""
 
@@ -70,7 +72,18 @@ class SeqStep(msgspec.Struct, frozen=True, gc=False):
     """Whether the step reaches the last known id, so that a token is drawn."""
     draft_token_ids: tuple[int, ...] = ()
     """Guesses at the ids that follow, which are the last of the new ones: a token is drawn
-    at each of their places too, and counts if all the guesses before it were right."""
+    at each of their places too, and counts if all the guesses before it were right. BY_MODEL
+    stands for one that the runner's draft model makes."""
+
+
+class DraftStep(msgspec.Struct, frozen=True, gc=False):
+    """What the draft model does for a row before the step: it computes ids
+    [num_computed, num_computed + num_new), which reach the last known one if it is to guess."""
+
+    row: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    num_drafts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,8 @@ class StepPlan:
     """(row, token id): the row's last token is this one, whatever was drawn."""
     has_drafts: bool = False
     """Whether any of seqs has draft tokens. The next plan is launched after the result."""
+    draft_steps: tuple[DraftStep, ...] = ()
+    """For a runner with a draft model."""
 
     @property
     def num_tokens(self) -> int:

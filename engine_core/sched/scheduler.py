@@ -405,6 +405,7 @@ class Scheduler:
             self._rows_to_forget.append(request.row)
         self._chosen.pop(request.row, None)
         request.row = -1
+        request.num_draft_computed = 0
 
     def _seal(self, draft: Draft) -> StepPlan:
         self.step += 1
@@ -423,7 +424,8 @@ class Scheduler:
         self.num_batched_tokens = self.limits.max_num_batched_tokens - left
         new_seqs = (*draft.new_seqs, *draft.forks.values())
         seqs = tuple(draft.seqs)
-        return StepPlan(self.step, freed_rows, new_seqs, seqs, moves, chosen, draft.has_drafts)
+        drafts = draft.has_drafts, draft.draft_steps
+        return StepPlan(self.step, freed_rows, new_seqs, seqs, moves, chosen, *drafts)
 
     def _advance_computed(self, draft: Draft) -> None:
         """The one place where num_computed_tokens moves forward after admission, and with it

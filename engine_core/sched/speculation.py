@@ -10,11 +10,10 @@ if alone; a guess is right if it is what was drawn. The output is that of no gue
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine_core.sched.acceptance import Acceptance
 from engine_core.sched.draft import DraftTokens
-from engine_core.sched.ngram import NgramIndex, follow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,46 +21,11 @@ if TYPE_CHECKING:
     from engine_core.kv.manager import KVManager
     from engine_core.request import Request
     from engine_core.sched.draft import Draft
+    from engine_core.sched.drafters import Drafter
     from engine_core.sched.step_costs import StepCosts
 
 MIN_GAIN = 1.03
 """Tokens a second must be expected to grow by so much."""
-_MOST_INDEXED = 2048
-"""Ids that are indexed in a step, over all requests: a long prompt takes a few."""
-
-
-class Drafter(Protocol):
-    """Where guesses come from."""
-
-    def begin_step(self) -> None: ...
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to `most` ids that may follow those of a request, best guess."""
-        ...
-
-
-class NgramDrafter:
-    """Prompt lookup: see engine_core/sched/ngram.py."""
-
-    def __init__(self, min_size: int, max_size: int) -> None:
-        """min_size, max_size: ids that must, and that can, be like those before a place."""
-        self._min_size = min_size
-        self._max_size = max_size
-        self._left = 0
-
-    def begin_step(self) -> None:
-        self._left = _MOST_INDEXED
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        token_ids, index = request.token_ids, request.ngrams
-        if index is None:
-            index = request.ngrams = NgramIndex(self._min_size)
-        # The place after the last id has no id yet.
-        self._left -= index.extend(token_ids, self._left)
-        if index.num_indexed + 1 < len(token_ids):
-            return ()
-        place = index.find(token_ids, self._max_size)
-        return follow(token_ids, place, most) if place >= 0 else ()
 
 
 class _Proposal(NamedTuple):
@@ -113,10 +77,11 @@ class Speculation:
         room = min(draft.budget, self._max_sampled_tokens - num_sampled)
         proposals = self._propose(draft, room) if room > 0 else []
         if not proposals:
+            draft.draft_steps = self._drafter.steps(())
             return
         num_tokens = sum(seq.num_new_tokens for seq in draft.seqs)
         lengths = self._choose(proposals, num_tokens, num_sampled, room)
-        drafts = {}
+        drafts, chosen = {}, []
         for proposal in proposals:
             length, blocks = lengths.get(proposal.place, 0), None
             if length:
@@ -124,13 +89,16 @@ class Speculation:
             if blocks is None:
                 proposal.acceptance.not_tried()
             else:
+                chosen.append((proposal.request, length))
                 drafts[proposal.place] = DraftTokens(tuple(proposal.token_ids[:length]), blocks)
         if drafts:
             draft.append_drafts(drafts)
+        draft.draft_steps = self._drafter.steps(chosen)
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step has checked num_drafts guesses of a request."""
         assert request.acceptance is not None, request
+        self._drafter.verified(request, num_drafts, num_accepted)
         request.acceptance.observe(num_drafts, num_accepted)
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
@@ -149,7 +117,7 @@ class Speculation:
 
     def _propose(self, draft: Draft, room: int) -> list[_Proposal]:
         """What ends the output is no guess, since nothing follows."""
-        self._drafter.begin_step()
+        self._drafter.begin_step(draft.budget)
         proposals = []
         for index, request in enumerate(draft.requests[: draft.num_decodes]):
             assert not request.num_unread, "guesses need all that was drawn"
@@ -181,14 +149,19 @@ class Speculation:
         expected = float(num_sampled)
         best = MIN_GAIN * expected / self._costs.seconds(num_tokens)
         num_best = 0
-        for num, (chance, _) in enumerate(chances[:room], start=1):
+        lengths: dict[int, int] = {}
+        longest = 0
+        for num, (chance, place) in enumerate(chances[:room], start=1):
             expected += chance
-            speed = expected / self._costs.seconds(num_tokens + num)
+            lengths[place] = lengths.get(place, 0) + 1
+            longest = max(longest, lengths[place])
+            seconds = self._costs.seconds(num_tokens + num)
+            speed = expected / (seconds + self._drafter.seconds(len(lengths), longest))
             if speed > best:
                 best, num_best = speed, num
-        lengths: dict[int, int] = {}
-        for _, index in chances[:num_best]:
-            lengths[index] = lengths.get(index, 0) + 1
+        lengths = {}
+        for _, place in chances[:num_best]:
+            lengths[place] = lengths.get(place, 0) + 1
         return lengths
 
     @staticmethod

@@ -43,11 +43,11 @@ class StepCosts:
         return self._table[-1] + self._slope * (num_tokens - len(self._table) + 1)
 
     def most_decodes(self, gain: float) -> int:
-        """The largest number of decodes that one draft token each could make faster, if all
-        were right: their tokens a second must grow by the factor `gain`."""
+        """The largest number of decodes that one draft token each makes faster, if three in
+        four are right: their tokens a second must grow by the factor `gain`."""
         most = 0
         for num in range(1, len(self._table)):
-            if 2 * self.seconds(num) > gain * self.seconds(2 * num):
+            if 1.75 * self.seconds(num) > gain * self.seconds(2 * num):
                 most = num
         return most
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine_core.kv.restore_policy import MeasuredCosts
+from engine_core.sched.drafters import ModelDrafter
 from engine_core.sched.policy import make_policy
 from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
@@ -55,8 +56,9 @@ class Plan:
 
 def make_speculation(rng: random.Random) -> Speculation:
     """Over a device on which more tokens cost nothing, or next to nothing."""
+    oracle = Oracle(rng, wrong=rng.choice([0.0, 0.1, 0.3]))
     return Speculation(
-        Oracle(rng, wrong=rng.choice([0.0, 0.1, 0.3])),
+        rng.choice([oracle, ModelDrafter(StepCosts({1: 0.01, 64: 0.02}))]),
         StepCosts({1: 1.0, 64: rng.choice([1.0, 2.0, 8.0])}),
         num_speculative_tokens=rng.choice([1, 3, 8]),
         max_sampled_tokens=rng.choice([8, 12, 64]),
@@ -259,6 +261,8 @@ def test_text_is_the_same_under_any_schedule(seed: int, how: str) -> None:
         engine = make_engine(
             rng, crowded=crowded, async_scheduling=async_scheduling, speculates=speculates
         )
+        wrong = rng.choice([0.0, 0.1, 0.3])
+        engine.runner.guesses_wrong = lambda wrong=wrong: rng.random() < wrong  # type: ignore[misc]
         plans = make_plans(rng, engine, crowded=crowded)
         drive(rng, engine, plans)
         check(engine, plans)

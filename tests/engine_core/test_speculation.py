@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_core.engine_builder import build_engine
+from engine_core.runner.rows import Rows
 from engine_core.runner.verification import Verification
 from engine_core.sched.acceptance import Acceptance
+from engine_core.sched.drafters import ModelDrafter, NgramDrafter
 from engine_core.sched.ngram import NgramIndex, follow
 from engine_core.sched.plan import SeqStep, StepPlan
-from engine_core.sched.speculation import NgramDrafter, Speculation
+from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
 from engine_core.speculative import max_sampled_tokens, resolve_method
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
 from pagewire.types import BeamParams, FinishReason, SamplingParams
 from pagewire.wire.codec import unpack_counts, unpack_request_ids
-from tests.support.fake_model import EOS, FakeEngine, Oracle, alone
+from tests.support.fake_model import EOS, FakeEngine, Guesser, Oracle, alone
 from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def test_prompts_are_indexed_over_several_steps() -> None:
     request: Any = SimpleNamespace(token_ids=array("i", [1, 2, 3, 4] * 1000), ngrams=None)
     tries = 0
     while True:
-        drafter.begin_step()
+        drafter.begin_step(64)
         tries += 1
         if proposed := drafter.propose(request, 3):
             break
@@ -154,7 +156,13 @@ def test_draws_count_up_to_the_first_wrong_guess() -> None:
         SeqStep(1, 0, 6, (), False),
         SeqStep(0, 0, 6, (), True),
     )
-    verification = Verification(StepPlan(1, (), (), seqs, has_drafts=True))
+    rows = Rows(8, 64, block_size=16)
+    plan = StepPlan(1, (), (), seqs, has_drafts=True)
+    for seq in seqs:
+        rows.num_tokens[seq.row] = seq.num_computed_tokens + 1
+        if seq.draft_token_ids:
+            rows._write_drafts(seq.row, seq.draft_token_ids)
+    verification = Verification(plan, rows)
     assert verification.rows.tolist() == [4, 2, 7, 0]
     verified = verification.read([50, 11, 12, 60, 61, 20, 22, 62, 51])
     assert verified.token_ids == [50, 60, 20, 51]
@@ -273,14 +281,11 @@ def test_a_guess_goes_without_where_blocks_are_short() -> None:
     engine.check_at_rest()
 
 
-class Guess:
+class Guess(Guesser):
     """A Drafter whose guesses are given."""
 
     def __init__(self, guess: Sequence[int]) -> None:
         self.guess = guess
-
-    def begin_step(self) -> None:
-        pass
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         return self.guess[:most]
@@ -366,6 +371,70 @@ def test_an_abort_while_guesses_are_verified() -> None:
     engine.check_at_rest()
 
 
+# A draft model.
+
+
+def make_model_engine(
+    costs: StepCosts = FREE, drafting: StepCosts = FREE, **settings: Any
+) -> FakeEngine:
+    speculation = Speculation(
+        ModelDrafter(drafting), costs, num_speculative_tokens=4, max_sampled_tokens=64
+    )
+    return FakeEngine(**{"block_size": 4, "speculation": speculation, **settings})
+
+
+# A guess for nothing, against a step's second.
+DEAR, CHEAP = StepCosts({1: 1.0, 64: 1.0}), StepCosts({1: 0.01, 64: 0.01})
+
+
+def test_a_draft_model_follows_what_was_accepted() -> None:
+    engine = make_model_engine(drafting=CHEAP)
+    wrong = random.Random(1)
+    engine.runner.guesses_wrong = lambda: wrong.random() < 0.3
+    for request_id in range(3):
+        engine.add(request_id, [request_id + 3] * 11, max_tokens=60, ignore_eos=True)
+    engine.run()
+    for request_id in range(3):
+        assert engine.of(request_id).token_ids == alone([request_id + 3] * 11, 60, ())
+    speculation = speculation_of(engine)
+    assert 30 < speculation.num_accepted_tokens < speculation.num_draft_tokens - 10
+    engine.check_at_rest()
+
+
+def test_a_draft_model_catches_up_with_a_long_prompt_in_what_steps_leave() -> None:
+    engine = make_model_engine(drafting=CHEAP, max_num_batched_tokens=20)
+    engine.add(1, [3] * 90, max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert engine.of(1).token_ids == alone([3] * 90, 30, ())
+    steps = [step for plan in engine.runner.plans for step in plan.draft_steps]
+    assert [(s.num_computed_tokens, s.num_new_tokens, s.num_drafts) for s in steps[:5]] == [
+        *((19 * turn, 19, 0) for turn in range(4)),
+        # The four tokens drawn meanwhile are among the rest.
+        (76, 18, 0),
+    ]
+    assert speculation_of(engine).num_accepted_tokens > 10
+
+
+def test_a_draft_model_that_costs_as_much_as_the_model_is_not_asked() -> None:
+    engine = make_model_engine(drafting=DEAR)
+    engine.add(1, PROMPT, max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert speculation_of(engine).num_drafts == 0
+
+
+@pytest.mark.parametrize("num_output", [2, 3, 4, 5, 6])
+def test_an_end_among_the_guesses_of_a_draft_model(num_output: int) -> None:
+    """Whose ids the scheduler cannot look at before."""
+    engine = make_model_engine(drafting=CHEAP)
+    prompt = prompt_that_stops(num_output)
+    engine.add(1, prompt, max_tokens=30)
+    engine.run()
+    assert engine.of(1).token_ids == alone(prompt, 30)
+    assert engine.of(1).reason is FinishReason.STOP
+    assert engine.of(1).finished[0].stop_token_id == EOS
+    engine.check_at_rest()
+
+
 def test_results_must_not_come_late() -> None:
     with pytest.raises(ValueError, match="draft tokens"):
         make_engine(async_scheduling=True)
@@ -383,6 +452,36 @@ def test_it_is_on_where_nothing_is_planned_ahead_anyway() -> None:
     assert resolve_method(EngineConfig(), device(is_synchronous=False)) == "none"
     asked = EngineConfig(speculative_method="ngram")
     assert resolve_method(asked, device(is_synchronous=False)) == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculative_method": "draft"}, "draft needs --speculative-model"),
+        (
+            {"speculative_method": "ngram", "speculative_model": "x"},
+            "is for --speculative-method draft, not ngram",
+        ),
+        (
+            {"speculative_model": "x", "tensor_parallel_size": 2},
+            "--tensor-parallel-size 2 goes without --speculative-model",
+        ),
+    ],
+)
+def test_a_draft_model_and_what_it_goes_with(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_method(EngineConfig(**settings), device(is_synchronous=True))
+
+
+def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_hf(tmp_path / "model", TinySpec())),
+        speculative_model=str(write_hf(tmp_path / "draft", TinySpec(vocab_size=290))),
+        device="cpu",
+        kv_cache_memory="16MiB",
+    )
+    with pytest.raises(ConfigError, match="vocabulary of 290 tokens, the model one of 300"):
+        build_engine(config, lambda *_: None)
 
 
 def test_lookup_sizes_that_contradict_each_other() -> None:
@@ -416,3 +515,21 @@ def test_costs_are_measured_where_an_engine_is_built(tmp_path: Path) -> None:
 
     assert isinstance(build("ngram"), Speculation)
     assert build("none") is None
+
+
+def test_a_draft_model_is_built_beside_the_model(tmp_path: Path) -> None:
+    def num_blocks(**settings: Any) -> int:
+        config = EngineConfig(
+            model=str(write_hf(tmp_path / f"model{len(settings)}", TinySpec(num_layers=4))),
+            device="cpu",
+            kv_cache_memory="16MiB",
+            cpu_threads=1,
+            **settings,
+        )
+        built = build_engine(config, lambda *_: None)
+        assert built.speculation is not None
+        return built.num_blocks
+
+    draft = str(write_hf(tmp_path / "draft", TinySpec(num_layers=2)))
+    # The memory is for the KV of both: six layers and not four.
+    assert num_blocks(speculative_model=draft) == pytest.approx(num_blocks() * 4 / 6, rel=0.01)

@@ -71,6 +71,7 @@ class Engine:
         adapters: Adapters | None = None,
         lead: Callable[[Runner], Runner] = lambda runner: runner,
         speculation: Speculation | None = None,
+        draft: Loaded | None = None,
     ) -> None:
         """lead: what of several ranks takes the plans."""
         kv_caches = allocate_kv_caches(
@@ -115,6 +116,11 @@ class Engine:
             graph_sizes=graph_sizes,
             max_sampled_tokens=max(max_num_seqs, MAX_SAMPLED),
         )
+        if draft is not None:
+            caches = allocate_kv_caches(
+                draft.model, draft.device, num_blocks, block_size, draft.dtype
+            )
+            self.runner.add_draft_model(draft.model, draft.ops, caches)
         if graph_sizes:
             self.runner.warm_up()
         self.core = EngineCore(

@@ -20,6 +20,7 @@ from engine_core.sched.step_costs import StepCosts
 from pagewire.types import BeamParams, FinishReason, SamplingParams, StructuredOutput
 from tests.parity.harness import MAX_SAMPLED, Engine, load
 from tests.parity.schedules import Answer, Asked, Grammars, serve
+from tests.support.fake_model import Guesser
 from tests.support.tiny_model import EOS_ID, TinySpec, write_hf
 
 if TYPE_CHECKING:
@@ -147,16 +148,13 @@ def alone(loaded: Loaded, grammars: Grammars, asked: list[Asked]) -> list[Answer
     ]
 
 
-class Answers:
+class Answers(Guesser):
     """A Drafter that knows the answers, and is wrong now and then: also with what ends an
     output, or has no place in a grammar."""
 
     def __init__(self, alone: Sequence[Answer]) -> None:
         self._alone = alone
         self._rng = random.Random(5)
-
-    def begin_step(self) -> None:
-        pass
 
     def propose(self, request: Request, most: int) -> list[int]:
         begin = request.num_output_tokens

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_core.sched.speculation import Drafter, NgramDrafter, Speculation
+from engine_core.sched.drafters import Drafter, ModelDrafter, NgramDrafter
+from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
 from pagewire.types import SamplingParams
 from tests.parity.harness import (
@@ -20,6 +22,7 @@ from tests.parity.harness import (
     load,
     transformers_greedy,
 )
+from tests.support.fake_model import Guesser
 from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 SPEC = TinySpec(seed=3)
 FREE = StepCosts({1: 1.0, 64: 1.0})
 """More tokens in a step cost nothing."""
+CHEAP = StepCosts({1: 0.01, 64: 0.01})
 
 
 def make_speculation(drafter: Drafter | None = None, most: int = 4) -> Speculation:
@@ -98,17 +102,37 @@ def test_ids_are_the_same_on_and_off_alone_and_in_a_batch(
     assert_same_tokens([alone.generate([prompt], 64, sampling)[0] for prompt in prompts], plain)
 
 
-class Always:
+class Always(Guesser):
     """A Drafter that guesses the same whatever came."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = list(token_ids)
 
-    def begin_step(self) -> None:
-        pass
-
     def propose(self, request: Request, most: int) -> list[int]:
         return self._token_ids[:most]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_draft_model_changes_nothing(
+    loaded: Loaded, tmp_path: Path, temperature: float, is_same: bool
+) -> None:
+    """The model itself, which guesses right but for rounding, also what is drawn at random,
+    and a model that knows nothing of it."""
+    draft = loaded
+    if not is_same:
+        draft = load(str(write_hf(tmp_path / "draft", replace(SPEC, seed=77))), "cpu")
+    prompts = [*draw_prompts(12, seed=4), [7, 8, 9] * 60]
+    sampling = SamplingParams(40, temperature, seed=3, top_p=0.95, ignore_eos=True)
+    plain = Engine(loaded).generate(prompts, 40, sampling)
+    speculation = make_speculation(ModelDrafter(CHEAP))
+    engine = Engine(
+        loaded, speculation=speculation, draft=draft, num_blocks=60, max_num_batched_tokens=70
+    )
+    assert_same_tokens(engine.generate(prompts, 40, sampling), plain)
+    share = speculation.num_accepted_tokens / speculation.num_draft_tokens
+    assert speculation.num_draft_tokens > 40
+    assert share > 0.95 if is_same else share < 0.5
 
 
 # vllm-project/vllm#41758

@@ -22,7 +22,9 @@ from engine_core.kv.offload import KVOffload
 from engine_core.kv.restore_policy import MeasuredCosts, RestorePolicy
 from engine_core.lora.adapters import AdapterFacts, Adapters
 from engine_core.sched.plan import (
+    BY_MODEL,
     BlockMoves,
+    DraftStep,
     NewSeq,
     SeqStep,
     StepLogprobs,
@@ -109,7 +111,23 @@ def alone(
     return output
 
 
-class Oracle:
+class Guesser:
+    """A Drafter without a draft model, but for its guesses."""
+
+    def begin_step(self, budget: int) -> None:
+        pass
+
+    def seconds(self, num_rows: int, length: int) -> float:
+        return 0.0
+
+    def steps(self, chosen: Sequence[tuple[Request, int]]) -> tuple[DraftStep, ...]:
+        return ()
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+
+class Oracle(Guesser):
     """A Drafter that knows what comes, and is wrong at each place with a given chance."""
 
     def __init__(self, rng: random.Random, wrong: float, *, short: bool = True) -> None:
@@ -117,9 +135,6 @@ class Oracle:
         self._rng = rng
         self._wrong = wrong
         self._short = short
-
-    def begin_step(self) -> None:
-        pass
 
     def propose(self, request: Request, most: int) -> list[int]:
         known = request.token_ids.tolist()
@@ -135,6 +150,8 @@ class _Row:
     computed: int = -1
     """Unknown until the first step, which may begin after a prefix hit."""
     table: list[int] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+    """Of the draft model, for this step."""
     num_candidates: int = 0
     """Of a beam."""
     start: int = 0
@@ -158,6 +175,9 @@ class FakeRunner:
         self, num_blocks: int, block_size: int, limits: SchedulerLimits, num_host_blocks: int = 0
     ) -> None:
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.draft_kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.guesses_wrong: Callable[[], bool] = lambda: False
+        """Whether the draft model is wrong this time."""
         self.host_kv = np.full((num_host_blocks, block_size), -1, dtype=np.int64)
         self.block_copy_s = 0.0
         """What each restore of a block takes, by its own word."""
@@ -185,10 +205,13 @@ class FakeRunner:
         self._copy(plan.moves)
         for seq in plan.new_seqs:
             self._enter(seq)
+        for guessing in plan.draft_steps:
+            self._guess(guessing)
         for step in plan.seqs:
             self._write(step)
         drawn = [(step.row, self._draw(step)) for step in plan.seqs if step.samples]
         drafted = [step.row for step in plan.seqs if step.draft_token_ids]
+        assert len(plan.draft_steps) == len({step.row for step in plan.draft_steps})
         accepted = {row: tuple(ids[:-1]) for row, ids in drawn if row in drafted}
         return DonePending(
             StepResult(
@@ -249,6 +272,40 @@ class FakeRunner:
             row.start = self.adapters[seq.adapter_slot]
         self.rows[seq.row] = row
 
+    def _guess(self, step: DraftStep) -> None:
+        """Of a draft model whose KV is like the model's."""
+        row, begin = self.rows[step.row], step.num_computed_tokens
+        end = begin + step.num_new_tokens
+        assert step.num_new_tokens > 0
+        assert end <= len(row.token_ids)
+        assert (step.num_drafts > 0) == (end == len(row.token_ids))
+        previous = 0
+        for token_id in row.token_ids[:begin]:
+            previous = token_kv(previous, token_id)
+        row.guesses = alone(row.token_ids, step.num_drafts, (), row.sample_index)
+        row.guesses = [(it + self.guesses_wrong()) % self._vocab_size for it in row.guesses]
+        (this,) = [it for it in self.plans[-1].seqs if it.row == step.row]
+        table = [*row.table, *this.new_block_ids]
+
+        def place(position: int) -> tuple[int, int]:
+            block, offset = divmod(position, self._block_size)
+            return table[block], offset
+
+        assert begin == 0 or self.draft_kv[place(begin - 1)] == previous, "not what it computed"
+        # Its last guess it does not compute.
+        for position, token_id in enumerate([*row.token_ids[begin:], *row.guesses[:-1]], begin):
+            if step.num_drafts or position < end:
+                previous = token_kv(previous, token_id)
+                self.draft_kv[place(position)] = previous
+
+    def _drafts(self, step: SeqStep) -> tuple[int, ...]:
+        """The draft tokens, whoever made them."""
+        if BY_MODEL not in step.draft_token_ids:
+            return step.draft_token_ids
+        guesses = self.rows[step.row].guesses
+        assert len(guesses) == len(step.draft_token_ids)
+        return tuple(guesses)
+
     def _write(self, step: SeqStep) -> None:
         row = self.rows[step.row]
         if row.computed < 0:
@@ -259,7 +316,7 @@ class FakeRunner:
         assert step.num_computed_tokens == row.computed
         assert step.num_new_tokens >= 1
         end = row.computed + step.num_new_tokens
-        token_ids = [*row.token_ids, *step.draft_token_ids]
+        token_ids = [*row.token_ids, *self._drafts(step)]
         assert end <= len(token_ids)
         assert step.samples == (end == len(token_ids))
         assert step.samples or not step.draft_token_ids
@@ -299,7 +356,7 @@ class FakeRunner:
 
     def _draw(self, step: SeqStep) -> list[int]:
         """After the known ids, and after each draft token as long as they are right."""
-        row, drafts = self.rows[step.row], step.draft_token_ids
+        row, drafts = self.rows[step.row], self._drafts(step)
         row.computed -= len(drafts)
         drawn: list[int] = []
         for draft in (*drafts, None):

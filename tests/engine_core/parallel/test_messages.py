@@ -60,8 +60,11 @@ def test_every_field_has_been_thought_of() -> None:
         BlockMoves: "offload restore copy",
         NewSeq: "row token_ids num_prompt_tokens prompt_logprobs_from block_ids",
     }
-    # Adapters are refused with more than one rank.
-    left_out = {NewSeq: "sampling grammar sample_index adapter_slot"}
+    # Adapters and draft models are refused with more than one rank.
+    left_out = {
+        NewSeq: "sampling grammar sample_index adapter_slot",
+        StepPlan: "draft_steps",
+    }
     for kind, names in carried.items():
         known = {*names.split(), *left_out.get(kind, "").split()}
         assert {field.name for field in fields(kind)} == known
