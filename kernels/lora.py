@@ -36,6 +36,8 @@ class LoraGroup(NamedTuple):
     slot: int
     start: int
     stop: int
+    first: int | None
+    """The first of its tokens, where they stand side by side in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,20 @@ class LoraBatch:
         slots, starts = np.unique(token_slots[tokens], return_index=True)
         bounds = pairwise([*starts.tolist(), len(tokens)])
         groups = tuple(
-            LoraGroup(slot, *span) for slot, span in zip(slots.tolist(), bounds, strict=True)
+            LoraGroup(slot, start, stop, _first(tokens[start:stop]))
+            for slot, (start, stop) in zip(slots.tolist(), bounds, strict=True)
         )
         tiles = [
             (slot, at, min(at + TILE_TOKENS, stop))
-            for slot, start, stop in groups
+            for slot, start, stop, _ in groups
             for at in range(start, stop, TILE_TOKENS)
         ]
         return cls(upload(tokens), groups, upload(np.array(tiles, np.int32)))
+
+
+def _first(tokens: np.ndarray) -> int | None:
+    first = int(tokens[0])
+    return first if int(tokens[-1]) - first == len(tokens) - 1 else None
 
 
 class LoraSlots(Protocol):
@@ -159,7 +167,7 @@ def add_stacked_lora(
 ) -> None:
     """As Ops.add_lora, which it defines."""
     rank = slots.max_rank
-    for slot, start, stop in batch.groups:
+    for slot, start, stop, _ in batch.groups:
         tokens = batch.tokens[start:stop]
         inner = x[tokens].to(compute) @ slots.a[slot].to(compute).T
         for index, (first, last) in enumerate(slots.spans):

@@ -125,7 +125,7 @@ def test_the_reference_is_the_product_with_the_sum() -> None:
 
 def test_tokens_are_grouped_by_slot() -> None:
     batch = batch_of([NO_SLOT, 3, *[1] * 33, NO_SLOT, 3])
-    assert batch.groups == (LoraGroup(1, 0, 33), LoraGroup(3, 33, 35))
+    assert batch.groups == (LoraGroup(1, 0, 33, first=2), LoraGroup(3, 33, 35, first=None))
     assert batch.tokens.tolist() == [*range(2, 35), 1, 36]
     assert batch.tiles.tolist() == [[1, 0, 16], [1, 16, 32], [1, 32, 33], [3, 33, 35]]
     assert batch.tiles.dtype == torch.int32
