@@ -2,6 +2,19 @@
 
 #include "attention.h"
 
+namespace pagewire {
+
+bool shares_keys(int dtype) {
+#if defined(__AVX512BF16__)
+  return dtype == BFLOAT16;  // whose prefill and decode take the same steps
+#else
+  (void)dtype;
+  return false;
+#endif
+}
+
+}  // namespace pagewire
+
 using namespace pagewire;
 
 PAGEWIRE_API int64_t pagewire_attention(int dtype, const void* q, const void* k_cache,
@@ -12,7 +25,7 @@ PAGEWIRE_API int64_t pagewire_attention(int dtype, const void* q, const void* k_
   int64_t stray = find_stray(*sizes, starts, seq_lens, block_table);
   if (stray >= 0) return stray;
   thread_local AttentionPlan plan;
-  plan.make(*sizes, starts, seq_lens, threads);
+  plan.make(*sizes, starts, seq_lens, shares_keys(dtype) ? block_table : nullptr, threads);
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     with_cache(codes->format, element, [&](auto cached) {

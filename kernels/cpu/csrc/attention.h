@@ -25,6 +25,7 @@ struct AttentionItem {
   int64_t first_position;          // absolute position of first_token
   int64_t key_begin, key_end;      // those that a token of it sees
   int64_t partial;                 // first row of its partial result; -1: writes the output
+  int64_t begun = -1;              // first row of what joint items have left it; -1: nothing
 
   // Its query rows are ordered by KV head, token, and query head within the group.
   int64_t head_rows(int64_t group) const { return tokens * group; }
@@ -35,15 +36,33 @@ struct AttentionItem {
   }
 };
 
+// Keys that several lone tokens share, because their block tables begin with the same blocks: they
+// are read and transposed once for all of them. Each row does what it would do alone, in the same
+// order, and its item goes on from there (Juravsky et al., arXiv:2402.05099, has the idea).
+struct JointItem {
+  struct Member {
+    int64_t token;  // of the flat batch
+    int64_t row;    // of partials: where the first of its query heads is left
+  };
+  int64_t sequence;  // whose block table is read
+  int64_t kv_head, key_begin, key_end;
+  std::vector<Member> members;
+};
+
+// Whether tokens of this dtype share keys in joint items.
+bool shares_keys(int dtype);
+
 // Whether an item of so many tokens reads the cache directly, as decode does.
 bool is_direct(int64_t tokens, int64_t group);
 
 // How a batch is cut: the same for all layers of a step that fits() takes.
 struct AttentionPlan {
   struct Merge {
-    int64_t first, spans;  // of items
+    AttentionItem first;
+    int64_t spans;
   };
   AttentionSizes made_for{};
+  std::vector<JointItem> joints;  // to be done before the items
   std::vector<AttentionItem> items;
   std::vector<Merge> merges;
   int64_t partial_rows = 0, work = 0;
@@ -53,7 +72,13 @@ struct AttentionPlan {
     return n.window == m.window && n.heads == m.heads && n.kv_heads == m.kv_heads &&
            n.head_dim == m.head_dim;
   }
-  void make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens, int threads);
+  // block_table: where joint items are wanted, else null.
+  void make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
+            const int32_t* block_table, int threads);
+
+ private:
+  void share(AttentionItem& item, int64_t leader, int64_t end);
+  void split_joints(int threads);
 };
 
 // The first sequence with a block or bounds that are out of range, or -1.

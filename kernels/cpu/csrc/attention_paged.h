@@ -230,9 +230,10 @@ struct Attention {
     return count;
   }
 
-  void tiled_dots(const Item& item, const Rows& rows) const {
+  // visible(row, key, count): what a row sees of a step; later rows see no less.
+  template <class See>
+  void tiled_dots(const Item& item, const Rows& rows, int64_t num_rows, const See& visible) const {
     constexpr int HEIGHT = 12;
-    int64_t num_rows = item.rows(group);
     struct KeyTile;
     struct ValueTile;
     bf16* key_tile = scratch<KeyTile, bf16>(size_t(dim * KEYS));
@@ -247,8 +248,7 @@ struct Attention {
       const StepScales* scales = find_scales(item, item.kv_head, key, count, memory);
       for (int64_t row = 0; row < num_rows; row += HEIGHT) {
         int64_t height = std::min<int64_t>(HEIGHT, num_rows - row);
-        // Rows are in the order of their positions: the last one sees most.
-        int64_t seen = visible_keys(item, row + height - 1, key, count).end;
+        int64_t seen = visible(row + height - 1, key, count).end;
         if (seen == 0) continue;
         dots::with_rows<HEIGHT>(height, [&](auto rows_at_once) {
           constexpr int M = decltype(rows_at_once)::value;
@@ -257,7 +257,7 @@ struct Attention {
                                    (n.head_dim + 1) / 2, rows.scores + row * KEYS + panel * 32,
                                    KEYS, false);
           for (int m = 0; m < M; m++)
-            rows.soften_short(row + m, visible_keys(item, row + m, key, count), seen, scales);
+            rows.soften_short(row + m, visible(row + m, key, count), seen, scales);
           for (int64_t d = 0; d < dim; d += 32)
             dots::multiply_tile<M>(rows.weights + row * KEYS, KEYS, value_tile + d * KEYS,
                                    (seen + 1) / 2, rows.acc + row * dim + d, dim, true);
@@ -265,13 +265,26 @@ struct Attention {
       }
     }
   }
+
+  void run_joint(const JointItem& joint) const {
+    int64_t num_rows = int64_t(joint.members.size()) * group;
+    Rows rows = fresh_rows(num_rows);
+    for (int64_t row = 0; row < num_rows; row++)
+      load_query(rows, row, joint.members[size_t(row / group)].token,
+                 joint.kv_head * group + row % group);
+    Item item{joint.sequence, joint.kv_head, 1, 0, 1, 0, joint.key_begin, joint.key_end, -1};
+    tiled_dots(item, rows, num_rows,
+               [](int64_t, int64_t, int64_t count) { return Visible{0, count}; });
+    for (int64_t row = 0; row < num_rows; row++)
+      leave(rows, row, joint.members[size_t(row / group)].row + row % group);
+  }
 #endif
 
-  // next: the item that the thread runs after this one, or null.
-  void run(const Item& item, const Item* next) {
+  // Rows that have seen nothing, without queries.
+  Rows fresh_rows(int64_t num_rows) const {
     struct RowMemory;
     struct ShortMemory;
-    int64_t num_rows = item.rows(group), floats = 2 * dim + KEYS + 2;
+    int64_t floats = 2 * dim + KEYS + 2;
     float* memory = scratch<RowMemory, float>(size_t(num_rows * floats));
     Rows rows;
     rows.dim = dim;
@@ -290,24 +303,52 @@ struct Attention {
       rows.short_q = scratch<ShortMemory, bf16>(size_t(num_rows * (dim + KEYS)));
       rows.weights = rows.short_q + num_rows * dim;
     }
+    return rows;
+  }
+
+  void load_query(const Rows& rows, int64_t row, int64_t token, int64_t head) const {
+    const T* from = q + token * n.q_token + head * n.q_head;
+    if constexpr (DOTS<T>) {
+      std::copy_n(from, n.head_dim, rows.short_q + row * dim);
+      std::fill(rows.short_q + row * dim + n.head_dim, rows.short_q + (row + 1) * dim, bf16{});
+    } else {
+      float* to = rows.q + row * dim;
+      for (int64_t d = 0; d < n.head_dim; d++) to[d] = to_float(from[d]) * n.scale;
+      std::fill(to + n.head_dim, to + dim, 0.0f);
+    }
+  }
+
+  // What a row has so far, into a row of partials, and back.
+  void leave(const Rows& rows, int64_t row, int64_t at) const {
+    float* partial = partials + at * (dim + 2);
+    partial[0] = rows.peak[row];
+    partial[1] = rows.total[row];
+    std::copy_n(rows.acc + row * dim, dim, partial + 2);
+  }
+  void resume(const Rows& rows, int64_t row, int64_t at) const {
+    const float* partial = partials + at * (dim + 2);
+    rows.peak[row] = partial[0];
+    rows.total[row] = partial[1];
+    std::copy_n(partial + 2, dim, rows.acc + row * dim);
+  }
+
+  // next: the item that the thread runs after this one, or null.
+  void run(const Item& item, const Item* next) {
+    int64_t num_rows = item.rows(group);
+    Rows rows = fresh_rows(num_rows);
     for (int64_t row = 0; row < num_rows; row++) {
-      const T* from = q + (item.first_token + item.token(row, group)) * n.q_token +
-                      item.head(row, group) * n.q_head;
-      if constexpr (DOTS<T>) {
-        std::copy_n(from, n.head_dim, rows.short_q + row * dim);
-        std::fill(rows.short_q + row * dim + n.head_dim, rows.short_q + (row + 1) * dim, bf16{});
-      } else {
-        float* to = rows.q + row * dim;
-        for (int64_t d = 0; d < n.head_dim; d++) to[d] = to_float(from[d]) * n.scale;
-        std::fill(to + n.head_dim, to + dim, 0.0f);
-      }
+      load_query(rows, row, item.first_token + item.token(row, group), item.head(row, group));
+      if (item.begun >= 0) resume(rows, row, item.begun + row);
     }
 #if defined(__AVX512BF16__)
     if constexpr (DOTS<T>) {
       if (is_direct(item.tokens, group))
         direct_dots(item, next, rows);
       else
-        tiled_dots(item, rows);
+        // Rows are in the order of their positions.
+        tiled_dots(item, rows, num_rows, [&](int64_t row, int64_t key, int64_t count) {
+          return visible_keys(item, row, key, count);
+        });
     } else
 #endif
     if (is_direct(item.tokens, group))
@@ -315,14 +356,10 @@ struct Attention {
     else
       tiled(item, rows);
     for (int64_t row = 0; row < num_rows; row++) {
-      if (item.partial < 0) {
+      if (item.partial < 0)
         write(item, row, rows.acc + row * dim, rows.total[row]);
-        continue;
-      }
-      float* partial = partials + (item.partial + row) * (dim + 2);
-      partial[0] = rows.peak[row];
-      partial[1] = rows.total[row];
-      std::copy_n(rows.acc + row * dim, dim, partial + 2);
+      else
+        leave(rows, row, item.partial + row);
     }
   }
 
@@ -335,13 +372,13 @@ struct Attention {
     for (; d < n.head_dim; d++) from_float(acc[d] * inverse, to + d);
   }
 
-  // first and the spans - 1 items after it are the spans of one token, in key order.
-  void merge(const Item* first, int64_t spans) const {
+  // first is the first of the spans of one token, whose partial results lie in key order.
+  void merge(const Item& first, int64_t spans) const {
     struct MergeMemory;
     float* acc = scratch<MergeMemory, float>(size_t(dim));
-    int64_t num_rows = first->rows(group), span_floats = num_rows * (dim + 2);
+    int64_t num_rows = first.rows(group), span_floats = num_rows * (dim + 2);
     for (int64_t row = 0; row < num_rows; row++) {
-      const float* partial = partials + (first->partial + row) * (dim + 2);
+      const float* partial = partials + (first.partial + row) * (dim + 2);
       float peak = -INF, total = 0;
       for (int64_t s = 0; s < spans; s++) peak = std::max(peak, partial[s * span_floats]);
       std::fill_n(acc, dim, 0.0f);
@@ -352,7 +389,7 @@ struct Attention {
         for (int64_t d = 0; d < dim; d += W)
           store(acc + d, load(acc + d) + load(span + 2 + d) * weight);
       }
-      write(*first, row, acc, total);
+      write(first, row, acc, total);
     }
   }
 
@@ -371,13 +408,17 @@ struct Attention {
     struct Partials;
     partials = scratch<Partials, float>(size_t(plan.partial_rows * (dim + 2)));
     if (plan.work < 32768) threads = 1;  // less than it takes to hand it out
+#if defined(__AVX512BF16__)
+    if constexpr (DOTS<T>)
+      parallel_for(int64_t(plan.joints.size()), threads,
+                   [&](int64_t i) { run_joint(plan.joints[size_t(i)]); });
+#endif
     const Item* items = plan.items.data();
     parallel_ranges(int64_t(plan.items.size()), threads, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) run(items[i], i + 1 < end ? items + i + 1 : nullptr);
     });
     parallel_for(int64_t(plan.merges.size()), threads, [&](int64_t i) {
-      AttentionPlan::Merge merge = plan.merges[size_t(i)];
-      this->merge(&plan.items[size_t(merge.first)], merge.spans);
+      merge(plan.merges[size_t(i)].first, plan.merges[size_t(i)].spans);
     });
   }
 };
