@@ -329,6 +329,7 @@ class EngineClient:
                 if was_lost:
                     for command in self._asked.values():
                         self._send(command)
+                    self._events.engine_adapters(ready.adapters)
                     self._events.engine_reconnected()
                 return
             self._gone("the engine was restarted")

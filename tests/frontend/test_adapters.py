@@ -331,3 +331,18 @@ async def test_vllms_metric_tells_who_runs_and_who_waits(
     await stack.engines[0].kill()
     await stack.until(lambda: stack.links[0].ready is None)
     assert told() == []
+
+
+async def test_what_was_loaded_while_the_engine_was_out_of_reach_is_known_afterwards(
+    make_several: Callable[..., Awaitable[SeveralEngines]],
+) -> None:
+    """Through another frontend: its AdapterList was lost with the connection."""
+    stack = await make_several(LORA)
+    stack.engines[0].adapters.load("sql", "sql")  # and nobody is told
+    client = stack.links[0].client
+    client._lost, client._last_hello = True, 0.0
+    await stack.until(lambda: not client.lost)
+    assert list(stack.links[0].adapters) == ["sql"]
+    reader = read(stack, "sql", 0, 3)
+    await finish(stack, reader)
+    assert reader.ids == undisturbed(prompt(0), 3)
