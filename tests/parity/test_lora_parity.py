@@ -16,6 +16,7 @@ from tests.parity.harness import Engine, Loaded, assert_same_tokens, load
 from tests.support.adapters import Adapted, save_adapter
 from tests.support.graph_device import GraphDevice, GraphOps
 from tests.support.tiny_architectures import ARCHITECTURES, make_model, save
+from tests.support.tiny_model import TinySpec, write_gguf, write_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,3 +145,20 @@ def test_tokens_agree_beside_graphs_and_with_ids_that_come_late(
         engine.generate([it for it, _ in base], NUM_TOKENS), [ids for _, ids in base]
     )
     assert len(device.replays) == NUM_TOKENS - 1
+
+
+def test_over_a_gguf_whose_rows_were_interleaved(tmp_path: Path) -> None:
+    """An adapter is made for the order of rows in the Hugging Face layout."""
+    import transformers
+
+    spec = TinySpec()
+    model = transformers.AutoModelForCausalLM.from_pretrained(write_hf(tmp_path / "tiny", spec))
+    path = save_adapter(model.float().eval(), tmp_path / "adapter", seed=3)
+    truth = Adapted(model, {"one": path})
+    loaded = load(str(write_gguf(tmp_path / "tiny.gguf", spec)), "cpu", 128, lora=SHAPE)
+    adapters = Adapters(ModelSlots(loaded.model, SHAPE.max_rank, loaded.dtype), 1)
+    adapters.load_static("one", str(path))
+    prompt = [5, 90, 17, 250, 33, 8, 61]
+    theirs = truth.logits("one", prompt)
+    assert (loaded.logits(prompt, 0) - theirs).abs().max().item() < MAX_LOGIT_DIFF
+    assert (truth.logits("", prompt) - theirs).abs().max().item() > 100 * MAX_LOGIT_DIFF
