@@ -95,13 +95,19 @@ def build(*, every: bool = False, force: bool = False) -> list[Path]:
         tempfile.TemporaryDirectory(prefix=".build-", dir=FOLDER) as scratch,
         ThreadPoolExecutor(max_workers=os.cpu_count()) as pool,
     ):
-        libraries = [_build_variant(portable, Path(scratch), pool, force=force)]
-        level = cpu_level(libraries[0])
-        libraries += [
-            _build_variant(variant, Path(scratch), pool, force=force)
-            for variant in others
-            if every or variant.level <= level
-        ]
+        try:
+            libraries = [_Build(portable, Path(scratch), pool, force=force).finish()]
+            level = cpu_level(libraries[0])
+            # All at once: no core waits while a variant's last source is compiled.
+            builds = [
+                _Build(variant, Path(scratch), pool, force=force)
+                for variant in others
+                if every or variant.level <= level
+            ]
+            libraries += [it.finish() for it in builds]
+        except BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
     current = {variant.path() for variant in variants()}
     for path in FOLDER.glob("pagewire_*.so"):
         if path not in current:
@@ -109,29 +115,44 @@ def build(*, every: bool = False, force: bool = False) -> list[Path]:
     return libraries
 
 
-def _build_variant(
-    variant: Variant, scratch: Path, pool: ThreadPoolExecutor, *, force: bool
-) -> Path:
-    path = variant.path()
-    if path.exists() and not force:
-        sys.stdout.write(f"kernels.cpu: up to date: {path.name}\n")
+class _Build:
+    """One variant's library, whose sources are being compiled in the pool."""
+
+    def __init__(
+        self, variant: Variant, scratch: Path, pool: ThreadPoolExecutor, *, force: bool
+    ) -> None:
+        self._variant = variant
+        self._path = variant.path()
+        self._scratch = scratch
+        self._started = time.monotonic()
+        self._is_current = self._path.exists() and not force
+        self._objects = []
+        if not self._is_current:
+            self._compiler = find_compiler()
+            sources = sorted(SOURCES.glob("*.cpp"))
+            self._objects = [pool.submit(self._compile, source) for source in sources]
+
+    def finish(self) -> Path:
+        """Raises BuildError."""
+        path = self._path
+        if self._is_current:
+            sys.stdout.write(f"kernels.cpu: up to date: {path.name}\n")
+            return path
+        objects = [str(done.result()) for done in self._objects]
+        library = self._scratch / path.name
+        _run([*self._compiler, "-shared", "-pthread", *objects, "-o", str(library)])
+        # Atomic, for a server that starts while this runs.
+        library.replace(path)
+        seconds = time.monotonic() - self._started
+        name = self._compiler[0]
+        sys.stdout.write(f"kernels.cpu: built {path.name} with {name} in {seconds:.1f} s\n")
         return path
-    compiler = find_compiler()
 
-    def compile_one(source: Path) -> Path:
-        target = scratch / f"{variant.name}-{source.stem}.o"
-        _run([*compiler, *_FLAGS, *variant.flags, "-c", str(source), "-o", str(target)])
+    def _compile(self, source: Path) -> Path:
+        target = self._scratch / f"{self._variant.name}-{source.stem}.o"
+        flags = [*_FLAGS, *self._variant.flags]
+        _run([*self._compiler, *flags, "-c", str(source), "-o", str(target)])
         return target
-
-    started = time.monotonic()
-    objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
-    library = scratch / path.name
-    _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
-    # Atomic, for a server that starts while this runs.
-    library.replace(path)
-    seconds = time.monotonic() - started
-    sys.stdout.write(f"kernels.cpu: built {path.name} with {compiler[0]} in {seconds:.1f} s\n")
-    return path
 
 
 def _run(command: list[str]) -> None:
