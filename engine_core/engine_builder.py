@@ -352,7 +352,14 @@ class _KVPlanner:
         max_num_seqs = self._config.max_num_seqs
 
         def largest_step() -> None:
-            run_dummy_step(model, ops, one_block, max_num_batched_tokens, self._max_sampled_tokens)
+            run_dummy_step(
+                model,
+                ops,
+                one_block,
+                max_num_batched_tokens,
+                self._max_sampled_tokens,
+                self._max_model_len,
+            )
 
         def graphs_bytes() -> int:
             rows = Rows(max_num_seqs, self._max_model_len, block_size)

@@ -76,6 +76,7 @@ class ModelRunner:
         self._unread: list[PendingModelStep] = []
         """Steps whose ids may still be on the device only."""
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
         # Where ids are fetched late, the next step reads them here.
         self._last_ids = (
             None
@@ -92,7 +93,7 @@ class ModelRunner:
         and the graphs."""
         for num_seqs in (1, _WARM_UP_TOKENS):
             num_tokens = min(_WARM_UP_TOKENS, self._max_num_batched_tokens)
-            run_dummy_step(self._model, self._ops, self._kv_caches, num_tokens, num_seqs)
+            self._run_dummy_step(num_tokens, num_seqs)
         self._graphs = DecodeGraphs(
             self._model, self._device, self._kv_caches, self._builder, self._graph_sizes
         )
@@ -100,10 +101,9 @@ class ModelRunner:
     def measure_kv_costs(self) -> MeasuredCosts:
         """What restoring a block from host_kv takes, and what computing a token does."""
         assert self._host_kv is not None
-        max_model_len = self._rows.token_ids.shape[1]
-        num_tokens = min(_MEASURED_TOKENS, self._max_num_batched_tokens, max_model_len)
+        num_tokens = min(_MEASURED_TOKENS, self._max_num_batched_tokens, self._max_model_len)
         timer = self._device.timer()
-        run_dummy_step(self._model, self._ops, self._kv_caches, num_tokens, 1)
+        self._run_dummy_step(num_tokens, 1)
         timer.stop()
         self._device.fence().wait()
         return MeasuredCosts(self._host_kv.measure_restore(), timer.seconds() / num_tokens)
@@ -118,7 +118,7 @@ class ModelRunner:
         these are then the same beside other processes."""
         if run is None:
             run = partial(run_verifying_step, self._model, self._ops, self._kv_caches)
-        most = min(self._max_num_batched_tokens, self._rows.token_ids.shape[1])
+        most = min(self._max_num_batched_tokens, self._max_model_len)
         sizes = [size for size in MEASURED_SIZES if size <= max(2, most)]
         costs = dict.fromkeys(sizes, math.inf)
         for _ in range(_ROUNDS):
@@ -187,6 +187,11 @@ class ModelRunner:
             self._unread = [step for step in self._unread if not step.is_read]
             self._unread.append(pending)
         return pending
+
+    def _run_dummy_step(self, num_tokens: int, num_seqs: int) -> None:
+        run_dummy_step(
+            self._model, self._ops, self._kv_caches, num_tokens, num_seqs, self._max_model_len
+        )
 
     def _has_adapters(self, plan: StepPlan) -> bool:
         """Graphs are of the base model."""

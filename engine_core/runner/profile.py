@@ -26,15 +26,17 @@ def run_dummy_step(
     kv_caches: KVCaches,
     num_tokens: int,
     num_seqs: int,
+    max_model_len: int,
 ) -> None:
-    """Computes num_tokens spread over num_seqs sequences, and samples for each.
+    """Computes num_tokens spread over num_seqs sequences, or over more where none can be so
+    long, and samples for each.
 
     Every block is the null block and nothing is written to the cache, so one
     block of cache is enough.
     """
     device = kv_caches[0].k.device
     block_size = kv_caches[0].k.shape[1]
-    num_seqs = min(num_seqs, num_tokens)
+    num_seqs = min(max(num_seqs, -(-num_tokens // max_model_len)), num_tokens)
     share, longer = divmod(num_tokens, num_seqs)
     # Decodes come first in a batch, so the longer sequences come last.
     lens = torch.tensor([share] * (num_seqs - longer) + [share + 1] * longer, dtype=torch.int32)

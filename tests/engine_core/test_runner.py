@@ -297,6 +297,13 @@ def test_build_engine_tells_the_facts(path: Path) -> None:
     assert built.default_sampling == {}
 
 
+@pytest.mark.parametrize("max_model_len", [2, 5])
+def test_a_context_shorter_than_what_warms_up(path: Path, max_model_len: int) -> None:
+    built = build(path, max_model_len=max_model_len, kv_cache_dtype="fp8")
+    assert built.max_model_len == max_model_len
+    assert built.speculation is not None
+
+
 @pytest.mark.parametrize(
     ("dtype", "is_built", "asked"),
     [("float32", True, [True]), ("float32", False, [True, False]), ("bfloat16", True, [False])],
