@@ -113,6 +113,8 @@ def _refuse_unsimulated(config: EngineConfig) -> None:
         "--kernels": config.kernels != "auto",
         "--batch-invariant": config.batch_invariant,
         "--enable-lora": config.enable_lora,
+        "--lora-modules": config.lora_modules is not None,
+        "--lora-dir": config.lora_dir is not None,
         "--tensor-parallel-size": config.tensor_parallel_size > 1,
         "--speculative-method": config.speculative_method not in ("auto", "none"),
         "--speculative-model": config.speculative_model is not None,

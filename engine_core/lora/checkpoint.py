@@ -84,6 +84,10 @@ class AdapterCheckpoint:
             self._tensors = load(data)
         except SafetensorError as error:
             raise ModelLoadError(f"{self._path}: not a whole safetensors file: {error}") from error
+        except KeyError as error:  # safetensors has types that torch has not, such as F4
+            raise ModelLoadError(
+                f"{self._path}: a tensor has dtype {error.args[0]}, expected floats"
+            ) from error
 
     def _sort_tensors(self, known: Container[str]) -> str:
         """By module; returns what the names of this file have for `model`."""

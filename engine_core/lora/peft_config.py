@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine_core.model.fields import Fields
+from engine_core.model.fields import Fields, is_finite
 from engine_core.model.hf_config import read_json
 from pagewire.errors import ModelLoadError
 
@@ -149,7 +149,7 @@ def _integer(fields: Fields, key: str, pattern: str, least: int) -> int:
 
 def _number(fields: Fields, pattern: str) -> float:
     value = fields.raw["alpha_pattern"][pattern]
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_finite(value):
         raise fields.wrong("alpha_pattern", "numbers")
     return float(value)
 

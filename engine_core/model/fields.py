@@ -47,13 +47,13 @@ class Fields:
         value = self.raw.get(key)
         if value is None:
             return None
-        if not _is_finite(value):
+        if not is_finite(value):
             raise self.wrong(key, "a number")
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         value = self.raw.get(key)
-        if not isinstance(value, list) or not all(map(_is_finite, value)):
+        if not isinstance(value, list) or not all(map(is_finite, value)):
             raise self.wrong(key, "a list of numbers")
         return tuple(map(float, value))
 
@@ -101,7 +101,7 @@ class Fields:
         )
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """A number that a float can hold: Python's JSON also has NaN, infinities and any integer."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False

@@ -135,6 +135,7 @@ def test_the_decoder_of_a_model_with_images(tmp_path: Path, root: str) -> None:
         ({"rank_pattern": [4]}, "rank_pattern is [4], expected an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern is {'q_proj': 0}, expected numbers"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern is {'q_proj': 'x'}, expected numbers"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "expected numbers"),
         ({"alpha_pattern": {"(": 1}}, "alpha_pattern has '(', which is no regular expression"),
         ({"target_modules": None}, "target_modules is None, expected a name"),
         ({"target_modules": []}, "target_modules is [], expected a name"),
@@ -204,6 +205,9 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     data = weights.read_bytes()
     weights.write_bytes(data[:-1])
     assert "not a whole safetensors file" in refusal(tmp_path)
+    header = b'{"x":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    assert "a tensor has dtype F4, expected floats" in refusal(tmp_path)
     weights.unlink()
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     assert "pickled adapters (.bin) are not read" in refusal(tmp_path)

@@ -341,6 +341,8 @@ def test_without_a_tokenizer_any_id_but_eos_is_drawn(
         {"kv_offload_memory": "1GiB"},
         {"kernels": "reference"},
         {"batch_invariant": True},
+        {"lora_modules": "sql=/sql"},
+        {"lora_dir": "/adapters"},
     ],
 )
 def test_flags_that_are_not_simulated_are_named(tmp_path: Path, flags: dict[str, Any]) -> None:
