@@ -58,7 +58,7 @@ def open_draft_model(config: EngineConfig, target: OpenedModel) -> OpenedModel |
     the flag."""
     if config.speculative_model is None:
         return None
-    opened = open_model(resolve_model(config.speculative_model))
+    opened = open_model(resolve_model(config.speculative_model, flag="--speculative-model"))
     mine, theirs = opened.config.vocab_size, target.config.vocab_size
     if mine != theirs:
         raise ConfigError(

@@ -22,17 +22,20 @@ class ModelSource:
     """What clients call it unless --served-model-name says otherwise."""
 
 
-def resolve_model(model: str, served_model_name: str | None = None) -> ModelSource:
+def resolve_model(
+    model: str, served_model_name: str | None = None, *, flag: str = "--model"
+) -> ModelSource:
     """Finds the model without reading its weights.
 
     A directory with config.json is HF layout; a directory that holds exactly
-    one .gguf file means that file. Raises ModelLoadError naming what is wrong.
+    one .gguf file means that file. flag: that named it. Raises ModelLoadError naming what
+    is wrong.
     """
     if model == EMBEDDED_MODEL:
         return ModelSource("gguf", _embedded_gguf(), served_model_name or EMBEDDED_MODEL)
     path = Path(model).expanduser()
     if not path.exists():
-        raise ModelLoadError(f"--model {model}: no such file or directory")
+        raise ModelLoadError(f"{flag} {model}: no such file or directory")
     if path.is_file():
         return ModelSource("gguf", _check_gguf(path), served_model_name or path.stem)
     if (path / "config.json").is_file():
@@ -43,8 +46,8 @@ def resolve_model(model: str, served_model_name: str | None = None) -> ModelSour
         return ModelSource("gguf", _check_gguf(ggufs[0]), served_model_name or ggufs[0].stem)
     if ggufs:
         names = ", ".join(gguf.name for gguf in ggufs)
-        raise ModelLoadError(f"--model {model}: several .gguf files, name one of: {names}")
-    raise ModelLoadError(f"--model {model}: neither config.json nor a .gguf file in it")
+        raise ModelLoadError(f"{flag} {model}: several .gguf files, name one of: {names}")
+    raise ModelLoadError(f"{flag} {model}: neither config.json nor a .gguf file in it")
 
 
 def _check_config(path: Path) -> None:

@@ -20,7 +20,7 @@ from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
 from engine_core.speculative import max_sampled_tokens, resolve_method
 from pagewire.config import EngineConfig
-from pagewire.errors import ConfigError
+from pagewire.errors import ConfigError, ModelLoadError
 from pagewire.types import BeamParams, FinishReason, SamplingParams
 from pagewire.wire.codec import unpack_counts, unpack_request_ids
 from tests.support.fake_model import EOS, FakeEngine, Guesser, Oracle, alone
@@ -481,6 +481,17 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
         kv_cache_memory="16MiB",
     )
     with pytest.raises(ConfigError, match="vocabulary of 290 tokens, the model one of 300"):
+        build_engine(config, lambda *_: None)
+
+
+def test_a_draft_model_that_is_not_there_is_named_by_its_own_flag(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_hf(tmp_path / "model", TinySpec())),
+        speculative_model=str(tmp_path / "none"),
+        device="cpu",
+        kv_cache_memory="16MiB",
+    )
+    with pytest.raises(ModelLoadError, match=r"^--speculative-model .*none: no such file"):
         build_engine(config, lambda *_: None)
 
 
