@@ -57,6 +57,7 @@ class Ended:
         (errors.Unauthenticated("who"), "Unauthenticated", {}),
         (errors.PermissionDenied("no"), "PermissionDenied", {}),
         (errors.MessageTooLarge("big"), "ResourceExhausted", {}),
+        (errors.NoRoom("all taken"), "ResourceExhausted", {}),
         (errors.FeatureDisabled("off", field="resumable"), "FailedPrecondition", {}),
         (errors.FailedPrecondition("not now"), "FailedPrecondition", {}),
         (errors.Unimplemented("none"), "Unimplemented", {}),
