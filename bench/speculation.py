@@ -37,6 +37,8 @@ from pagewire.wire.codec import pack_ids, unpack_counts, unpack_ids, unpack_requ
 from pagewire.wire.messages import Add
 from tokenizer_svc.loader import load_tokenizer
 
+ANSWER = "<answer>"
+"""What follows it begins the answer: so small a model paraphrases else."""
 CODE = """class Inventory:
     def __init__(self, name, items=None):
         self.name = name
@@ -72,10 +74,16 @@ TEXTS = {
         f"Add a docstring to the method total_value. Repeat the whole code:\n{CODE}",
         f"Copy this code without any change:\n{CODE}",
     ),
-    "summary with quotes": (
-        f"{REPORT}\n\nSummarize the report above. Quote what the speakers said word for word.",
-        f"{REPORT}\n\nWhich sentences of the report hold a quotation? Copy them.",
-        f"{REPORT}\n\nCopy the report, without its last sentence.",
+    "summary with quotes": tuple(
+        f"{REPORT}\n\n{question}{ANSWER}{begin}"
+        for question, begin in (
+            (
+                "Summarize the report above, with all quotations.",
+                'The board met on Monday. Ana Lindqvist said: "We cannot wait',
+            ),
+            ("Which sentences of it hold a quotation?", 'These:\n\n1. "We cannot wait'),
+            ("What did Per Holm say, word for word?", 'He said: "The cheapest plan is'),
+        )
     ),
     "question": (
         "Why is the sky blue?",
@@ -111,6 +119,7 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=None)
     parser.add_argument("--prompt-lookup-min", type=int, default=None)
     parser.add_argument("--prompt-lookup-max", type=int, default=None)
+    parser.add_argument("--texts", default="", help="Some of them, with commas. [all]")
     parser.add_argument("--show", action="store_true", help="The answers.")
     options = parser.parse_args()
     bench = _Bench(options)
@@ -119,7 +128,7 @@ def main() -> None:
     print(
         f"{'text':20} {'streams':>7} {'CPU':>6} {'wall':>6} {'accepted':>9} {'drafted':>8}  rounds"
     )
-    for kind in TEXTS:
+    for kind in options.texts.split(",") if options.texts else TEXTS:
         for num in streams:
             bench.compare(kind, num, options.rounds)
 
@@ -220,9 +229,10 @@ class _Bench:
         )
 
     def _ids(self, prompt: str) -> list[int]:
+        prompt, _, answer = prompt.partition(ANSWER)
         text = (
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
-            f"Face<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+            f"Face<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}"
         )
         ids: list[int] = self._loaded.tokenizer.encode(text, add_special_tokens=False).ids
         return ids

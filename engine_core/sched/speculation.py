@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine_core.sched.drafters import Drafter
     from engine_core.sched.step_costs import StepCosts
 
-MIN_GAIN = 1.03
+MIN_GAIN = 1.1
 """Tokens a second must be expected to grow by so much."""
 
 

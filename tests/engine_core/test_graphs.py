@@ -15,10 +15,13 @@ from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.graphs import DecodeGraphs, graph_sizes, measure_graphs
 from engine_core.runner.kv_caches import allocate_kv_caches
 from engine_core.runner.rows import Rows
+from engine_core.sched.drafters import ModelDrafter, NgramDrafter
+from engine_core.sched.speculation import Speculation
+from engine_core.sched.step_costs import StepCosts
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
 from pagewire.types import SamplingParams
-from tests.parity.harness import Engine, Loaded, load
+from tests.parity.harness import MAX_SAMPLED, Engine, Loaded, load
 from tests.support.graph_device import GraphDevice, GraphOps, NoWaiting, WaitsForDevice
 from tests.support.tiny_model import TinySpec, write_hf
 
@@ -110,6 +113,34 @@ def test_replayed_steps_draw_what_launched_ones_do(
     assert device.replays.count(device.graphs[0]) >= 16
     assert engine.generate(PROMPTS[:1], 20, sampling) == expected[:1]
     assert device.graphs[-1] in device.replays
+
+
+@pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("by", ["ngram", "draft"])
+def test_guesses_are_verified_between_replayed_steps(
+    loaded: Loaded, plain: Loaded, sampling: SamplingParams | None, by: str
+) -> None:
+    """On a device whose results come late, also those of the draft model."""
+    expected = Engine(plain).generate(PROMPTS, 20, sampling)
+    cheap = StepCosts({1: 0.01, 64: 0.01})
+    speculation = Speculation(
+        NgramDrafter(1, 4) if by == "ngram" else ModelDrafter(cheap),
+        StepCosts({1: 1.0, 64: 1.0}),
+        num_speculative_tokens=3,
+        max_sampled_tokens=MAX_SAMPLED,
+    )
+    engine = Engine(
+        loaded,
+        max_num_seqs=8,
+        max_num_batched_tokens=40,
+        graph_sizes=SIZES,
+        speculation=speculation,
+        draft=loaded if by == "draft" else None,
+    )
+    assert engine.generate(PROMPTS, 20, sampling) == expected
+    assert speculation.num_draft_tokens > 10
+    # A draft model that is the model is right, whatever is drawn.
+    assert by == "ngram" or speculation.num_accepted_tokens > 0.9 * speculation.num_draft_tokens
 
 
 def test_a_batch_beyond_the_largest_is_launched(loaded: Loaded, plain: Loaded) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from frontend.engine_stats import total_stats
 from frontend.metrics import OTHER_TENANTS, Metrics
 from pagewire.v1 import common_pb2
 from tests.support.fake_engine import EOS, FakeEngine
@@ -223,6 +224,40 @@ def test_totals_of_a_new_epoch_start_from_zero() -> None:
     model.engine_stats(stats(total_preemptions=2), epoch=2)
     got = Scrape(metrics.exposition().decode())
     assert got.value("vllm:num_preemptions_total") == 9
+
+
+def test_guesses_are_counted_by_their_place_over_all_engines() -> None:
+    metrics = Metrics()
+    model = metrics.engine_ready(FakeEngine().ready())
+    for epoch, per_position in ((1, (4, 2)), (1, (9, 3)), (2, (5, 1, 1))):
+        accepted = sum(per_position)
+        model.engine_stats(
+            stats(
+                total_drafts=10,
+                total_draft_tokens=30,
+                total_accepted_tokens=accepted,
+                total_accepted_per_position=per_position,
+            ),
+            epoch=epoch,
+        )
+    got = Scrape(metrics.exposition().decode())
+    assert got.value("vllm:spec_decode_num_drafts_total") == 20
+    assert got.value("vllm:spec_decode_num_draft_tokens_total") == 60
+    assert got.value("vllm:spec_decode_num_accepted_tokens_total") == 12 + 7
+    by_place = [
+        got.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(at))
+        for at in range(3)
+    ]
+    assert by_place == [14, 4, 1]
+
+
+def test_several_engines_guesses_are_added_up() -> None:
+    one = stats(total_drafts=1, total_accepted_per_position=(4, 2))
+    other = stats(total_drafts=2, total_accepted_per_position=(5, 1, 1))
+    total = total_stats([one, other])
+    assert total is not None
+    assert total.total_drafts == 3
+    assert total.total_accepted_per_position == (9, 3, 1)
 
 
 def test_the_host_tier_is_counted_by_itself() -> None:

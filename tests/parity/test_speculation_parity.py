@@ -14,12 +14,17 @@ from transformers import AutoModelForCausalLM
 from engine_core.sched.drafters import Drafter, ModelDrafter, NgramDrafter
 from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
-from pagewire.types import SamplingParams
+from pagewire.types import FinishReason, SamplingParams
+from pagewire.wire.codec import pack_ids
+from pagewire.wire.messages import Add
 from tests.parity.harness import (
+    EPOCH,
+    FRONTEND_ID,
     MAX_SAMPLED,
     Engine,
     assert_same_tokens,
     load,
+    rows_of,
     transformers_greedy,
 )
 from tests.support.fake_model import Guesser
@@ -175,3 +180,38 @@ def test_draws_follow_the_exact_probabilities(loaded: Loaded, reference: Any) ->
         torch.tensor((len(outputs) - 1) / 2, dtype=torch.float64), statistic / 2
     )
     assert p_value > 0.001
+
+
+def test_a_dead_end_behind_a_right_guess(loaded: Loaded) -> None:
+    """What came before it is output, with its logprobs, and then the request ends in error."""
+    only = 42
+    sampling = SamplingParams(
+        9,
+        temperature=0.0,
+        logprobs=1,
+        allowed_token_ids=(only,),
+        bad_words=((only, only, only),),
+        ignore_eos=True,
+    )
+
+    def outcome(speculation: Speculation | None) -> tuple[list[int], list[Any], list[int]]:
+        engine = Engine(loaded, speculation=speculation)
+        engine.core.add(FRONTEND_ID, Add(1, EPOCH, pack_ids([5, 9, 14]), 0, sampling), 0.0)
+        ids: list[int] = []
+        positions: list[Any] = []
+        reasons: list[int] = []
+        while engine.core.has_work():
+            for output in engine.core.step(lambda: None).values():
+                ids += [token_id for _, row in rows_of(output) for token_id in row]
+                positions += [it for told in output.logprobs for it in told.output]
+                reasons += [finished.reason for finished in output.finished]
+        engine.kv_manager.check_all_free()
+        engine.core.check_integrity()
+        return ids, positions, reasons
+
+    speculation = make_speculation(Always((only,) * 4))
+    ids, positions, reasons = outcome(speculation)
+    assert (ids, reasons) == ([only, only], [FinishReason.ERROR])
+    assert [position.token_id for position in positions] == ids
+    assert speculation.num_accepted_tokens == 1
+    assert (ids, positions, reasons) == outcome(None)
