@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.cuda.activation_mul import BLOCK_I, activation_mul_kernel
+from kernels.cuda.cache_codes import FLOATS, FP8_BITS, FP8_INSTRUCTION, INT8
 from kernels.cuda.configs import (
     DECODE_CONFIGS,
     ENABLE_FP_FUSION,
@@ -31,7 +32,6 @@ from kernels.cuda.configs import (
     prefill_config,
     row_warps,
 )
-from kernels.cuda.float8 import FP8_BITS, FP8_INSTRUCTION, NOT_FP8
 from kernels.cuda.limits import Usage
 from kernels.cuda.linear_invariant import linear_invariant_kernel
 from kernels.cuda.paged_decode import paged_decode_combine_kernel, paged_decode_kernel
@@ -125,7 +125,8 @@ _TYPES = {
     "eps": "fp32",
 }
 _CACHES = ("k_cache_ptr", "v_cache_ptr")
-_CACHE_NAMES = {NOT_FP8: "", FP8_BITS: ",fp8 bits", FP8_INSTRUCTION: ",fp8"}
+_CACHE_NAMES = {FLOATS: "", FP8_BITS: ",fp8 bits", FP8_INSTRUCTION: ",fp8", INT8: ",int8"}
+_CACHE_TYPES = {FP8_BITS: "*u8", FP8_INSTRUCTION: "*fp8e4nv", INT8: "*i8"}
 _NOT_DIVISIBLE = {
     "first_seq",
     "num_seqs",
@@ -155,10 +156,10 @@ def compile_specimen(specimen: Specimen, arch: int) -> Usage:
         raise RuntimeError("kernels are interpreted in this process: TRITON_INTERPRET is set")
     constants = dict(specimen.constants)
     types = {**_TYPES, **specimen.types}
-    if "FP8" in kernel.arg_names:
-        constants["FP8"] = specimen.fp8_cache
-    if specimen.fp8_cache != NOT_FP8:
-        types |= dict.fromkeys(_CACHES, "*u8" if specimen.fp8_cache == FP8_BITS else "*fp8e4nv")
+    if "CODES" in kernel.arg_names:
+        constants["CODES"] = specimen.cache
+    if specimen.cache != FLOATS:
+        types |= dict.fromkeys(_CACHES, _CACHE_TYPES[specimen.cache])
     signature = {}
     attrs = {}
     for index, name in enumerate(kernel.arg_names):
@@ -206,14 +207,14 @@ def attention_specimens(
     *,
     window: bool = False,
     soft_cap: bool = False,
-    fp8: int = NOT_FP8,
+    codes: int = FLOATS,
 ) -> list[Specimen]:
     """Both attention kernels with the configs of this head size: decode in splits, long and
     short prefill, decode in one piece, and what batch-invariant mode uses for both."""
     size = 4 if element == "fp32" else 2
     decode = decode_config(head_dim, size, _GROUP)
     long, short = (
-        prefill_config(head_dim, size, rows, unpacks_fp8=fp8 == FP8_BITS) for rows in (4096, 1)
+        prefill_config(head_dim, size, rows, unpacks_fp8=codes == FP8_BITS) for rows in (4096, 1)
     )
 
     def specimen(kernel: Any, label: str, config: AttentionConfig, **more: int) -> Specimen:
@@ -230,8 +231,10 @@ def attention_specimens(
             **more,
         }
         case = f"D={head_dim},{label}"
-        case += ",window" * window + ",cap" * soft_cap + _CACHE_NAMES[fp8]
-        return Specimen(kernel, case, element, constants, config.num_warps, config.num_stages, fp8)
+        case += ",window" * window + ",cap" * soft_cap + _CACHE_NAMES[codes]
+        return Specimen(
+            kernel, case, element, constants, config.num_warps, config.num_stages, codes
+        )
 
     return [
         specimen(paged_decode_kernel, "splits=8", decode, NUM_SPLITS=8),
@@ -265,7 +268,7 @@ def linear_specimen(element: str, in_features: int) -> Specimen:
 
 
 def rope_specimen(
-    element: str, head_dim: int, rotary_dim: int, *, norm: bool = False, fp8: int = NOT_FP8
+    element: str, head_dim: int, rotary_dim: int, *, norm: bool = False, codes: int = FLOATS
 ) -> Specimen:
     constants = {
         "NUM_Q_HEADS": 32,
@@ -279,8 +282,8 @@ def rope_specimen(
         "BLOCK_PASS": next_power_of_2(max(head_dim - rotary_dim, 1)),
         "BLOCK_D": next_power_of_2(head_dim),
     }
-    case = f"D={head_dim},R={rotary_dim}" + ",norm" * norm + _CACHE_NAMES[fp8]
-    return Specimen(rope_and_cache_kernel, case, element, constants, 4, fp8_cache=fp8)
+    case = f"D={head_dim},R={rotary_dim}" + ",norm" * norm + _CACHE_NAMES[codes]
+    return Specimen(rope_and_cache_kernel, case, element, constants, 4, cache=codes)
 
 
 def activation_specimen(element: str, intermediate: int, *, gelu: bool) -> Specimen:
@@ -364,14 +367,14 @@ def all_specimens() -> list[Specimen]:
     specimens += attention_specimens("bf16", 256, window=True, soft_cap=True)[:3]
     specimens += attention_specimens("bf16", 256, soft_cap=True)[:3]
     specimens += attention_specimens("fp32", 64, window=True, soft_cap=True)[:3]
-    for fp8 in (FP8_BITS, FP8_INSTRUCTION):
-        specimens += attention_specimens("bf16", 64, fp8=fp8)[:3]
-        specimens += attention_specimens("bf16", 128, fp8=fp8)
-        specimens += attention_specimens("bf16", 256, fp8=fp8)[:3]
-        specimens += attention_specimens("bf16", 256, window=True, fp8=fp8)[:3]
+    for codes in (FP8_BITS, FP8_INSTRUCTION, INT8):
+        specimens += attention_specimens("bf16", 64, codes=codes)[:3]
+        specimens += attention_specimens("bf16", 128, codes=codes)
+        specimens += attention_specimens("bf16", 256, codes=codes)[:3]
+        specimens += attention_specimens("bf16", 256, window=True, codes=codes)[:3]
         specimens += [
-            rope_specimen("bf16", 128, 128, norm=True, fp8=fp8),
-            rope_specimen("fp32", 128, 128, fp8=fp8),
+            rope_specimen("bf16", 128, 128, norm=True, codes=codes),
+            rope_specimen("fp32", 128, 128, codes=codes),
         ]
     specimens += [linear_specimen(element, 4096) for element in ("bf16", "fp16", "fp32")]
     specimens += [combine_specimen("bf16", head_dim) for head_dim in (64, 128, 256)]
@@ -402,13 +405,15 @@ def representative_specimens() -> list[Specimen]:
         invariant,
         linear_specimen("bf16", 4096),
         attention_specimens("bf16", 128, window=True)[1],
-        attention_specimens("bf16", 128, fp8=FP8_BITS)[0],
-        attention_specimens("bf16", 128, fp8=FP8_INSTRUCTION)[0],
+        attention_specimens("bf16", 128, codes=FP8_BITS)[0],
+        attention_specimens("bf16", 128, codes=FP8_INSTRUCTION)[0],
+        *attention_specimens("bf16", 128, codes=INT8)[:2],
         attention_specimens("bf16", 256, window=True, soft_cap=True)[0],
         *row_specimens("bf16", 128, 4096),
         activation_specimen("bf16", 12288, gelu=True),
-        rope_specimen("bf16", 128, 128, norm=True, fp8=FP8_BITS),
-        rope_specimen("bf16", 128, 128, norm=True, fp8=FP8_INSTRUCTION),
+        rope_specimen("bf16", 128, 128, norm=True, codes=FP8_BITS),
+        rope_specimen("bf16", 128, 128, norm=True, codes=FP8_INSTRUCTION),
+        rope_specimen("bf16", 128, 128, norm=True, codes=INT8),
         *sampling_specimens("fp32"),
         *logprob_specimens("bf16"),
         *penalty_specimens(),

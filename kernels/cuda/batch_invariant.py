@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kernels.cuda.cache_codes import FP8_BITS, cache_format
 from kernels.cuda.configs import SHORT_PREFILL_ROWS, prefill_config
-from kernels.cuda.float8 import FP8_BITS, cache_format
 from kernels.cuda.linear_invariant import linear_invariant
 from kernels.cuda.ops import CudaLinear, CudaOps
 from kernels.cuda.paged_prefill import paged_prefill

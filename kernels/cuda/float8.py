@@ -6,7 +6,6 @@ e4m3: Micikevicius et al., https://arxiv.org/abs/2209.05433. Sign, 4 exponent bi
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -47,25 +46,3 @@ def encode_e4m3(x, BY_INSTRUCTION: tl.constexpr):
         code = tl.where(magnitude < 0x3C800000, subnormal, normal)
         code = tl.where(magnitude > 0x7F800000, 0x7F, code)
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-NOT_FP8 = 0
-FP8_BITS = 1
-FP8_INSTRUCTION = 2
-
-
-def cache_format(cache: torch.Tensor) -> int:
-    """What the FP8 constant of a kernel is for a KV cache of this dtype and device. The
-    interpreter counts as a device without the instructions: it rounds otherwise than they do.
-    """
-    if cache.dtype != torch.float8_e4m3fn:
-        return NOT_FP8
-    if cache.device.type != "cuda":
-        return FP8_BITS
-    capability = torch.cuda.get_device_capability(cache.device)
-    return FP8_INSTRUCTION if capability >= CONVERTS_E4M3 else FP8_BITS
-
-
-def raw_cache(cache: torch.Tensor, fp8: int) -> torch.Tensor:
-    """The cache as kernels take it in this format."""
-    return cache.view(torch.uint8) if fp8 == FP8_BITS else cache

@@ -66,7 +66,7 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
 
     name = "cuda"
 
-    kv_cache_dtypes = frozenset((torch.float8_e4m3fn,))
+    kv_cache_dtypes = frozenset((torch.float8_e4m3fn, torch.int8))
     computes_int4 = True
     computes_fp8 = True
     _is_invariant = False

@@ -8,6 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.cuda.cache_codes import (
+    cache_format,
+    raw_cache,
+    scale_strides,
+    slot_scales,
+)
 from kernels.cuda.configs import (
     ENABLE_FP_FUSION,
     AttentionConfig,
@@ -15,7 +21,6 @@ from kernels.cuda.configs import (
     decode_config,
     num_splits,
 )
-from kernels.cuda.float8 import cache_format, raw_cache
 from kernels.cuda.tiles import (
     PLAIN,
     AttentionVariant,
@@ -39,8 +44,8 @@ def paged_decode_kernel(
     out_ptr,  # [R, Hq, D]; not touched if NUM_SPLITS > 1
     partial_ptr,  # [R, Hq, NUM_SPLITS, D] float32; not touched if NUM_SPLITS == 1
     lse_ptr,  # [R, Hq, NUM_SPLITS] float32; not touched if NUM_SPLITS == 1
-    k_scale_ptr,  # [Hk] float32; not touched unless FP8
-    v_scale_ptr,  # [Hk] float32; not touched unless FP8
+    k_scale_ptr,  # float32, [Hk] of fp8, [N, Hk, B] of int8; not touched unless CODES
+    v_scale_ptr,  # the same
     score_scale,  # scale in units of log 2, or scale / cap with a soft cap
     cap_log2,  # the soft cap in units of log 2; not used unless HAS_SOFT_CAP
     window,  # not used unless HAS_WINDOW
@@ -52,6 +57,10 @@ def paged_decode_kernel(
     stride_v_block,
     stride_v_slot,
     stride_v_head,
+    stride_ks_block,  # this and the next three: of int8
+    stride_ks_head,
+    stride_vs_block,
+    stride_vs_head,
     stride_table,
     stride_out_token,
     stride_out_head,
@@ -65,7 +74,7 @@ def paged_decode_kernel(
     NUM_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
-    FP8: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """out = softmax(scale q K^T) V over the cache positions of this split.
 
@@ -74,7 +83,7 @@ def paged_decode_kernel(
     kept with its log-sum-exp for paged_decode_combine_kernel: the flash-decoding scheme,
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html, over the paged cache of
     Kwon et al., https://arxiv.org/abs/2309.06180. With a window, only the tiles of keys that
-    reach into it are shared out. FP8 is a kernels.cuda.float8 cache format.
+    reach into it are shared out. CODES is a kernels.cuda.cache_codes format.
     """
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     seq = tl.program_id(0).to(tl.int64)
@@ -107,7 +116,9 @@ def paged_decode_kernel(
     table_ptr = block_table_ptr + seq * stride_table
     k_base = k_cache_ptr + kv_head * stride_k_head
     v_base = v_cache_ptr + kv_head * stride_v_head
-    if FP8 != 0:
+    k_scale_base = k_scale_ptr + kv_head * stride_ks_head
+    v_scale_base = v_scale_ptr + kv_head * stride_vs_head
+    if CODES == 1 or CODES == 2:
         score_scale *= tl.load(k_scale_ptr + kv_head)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -119,25 +130,34 @@ def paged_decode_kernel(
         if HAS_WINDOW:
             valid &= positions >= seen_from
         k_rows = cache_rows(table_ptr, positions, valid, stride_k_block, stride_k_slot, BLOCK_SIZE)
-        k = load_tile(k_base, k_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
+        k = load_tile(k_base, k_rows, valid, in_d, q.dtype, CODES, BLOCK_D)
         # [BLOCK_M, BLOCK_KV]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v_scales = score_scale  # as a stand-in of the right type
+        if CODES == 3:
+            k_scales = slot_scales(
+                k_scale_base, table_ptr, positions, valid, stride_ks_block, BLOCK_SIZE
+            )
+            v_scales = slot_scales(
+                v_scale_base, table_ptr, positions, valid, stride_vs_block, BLOCK_SIZE
+            )
+            scores *= k_scales[None, :]
         if HAS_SOFT_CAP:
             scores = soft_capped(scores, score_scale, cap_log2, q.dtype)
         else:
             scores *= score_scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         v_rows = cache_rows(table_ptr, positions, valid, stride_v_block, stride_v_slot, BLOCK_SIZE)
-        v = load_tile(v_base, v_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
+        v = load_tile(v_base, v_rows, valid, in_d, q.dtype, CODES, BLOCK_D)
         # The first tile of a split has keys that are seen, and so has every other.
         acc, row_max, row_sum = online_softmax_step(
-            scores, v, acc, row_max, row_sum, MAY_BE_EMPTY=False
+            scores, v, v_scales, acc, row_max, row_sum, CODES == 3, MAY_BE_EMPTY=False
         )
 
     # An empty split has sum 0: its accumulator is 0 and stays so.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
     acc = acc / denominator[:, None]
-    if FP8 != 0:
+    if CODES == 1 or CODES == 2:
         acc *= tl.load(v_scale_ptr + kv_head)
     out_mask = in_m[:, None] & in_d[None, :]
     if NUM_SPLITS == 1:
@@ -229,7 +249,7 @@ def paged_decode(
     longest = min(batch.max_seq_len, variant.window or batch.max_seq_len)
     splits = num_splits(num_decodes * kv_programs, longest, num_sms)
     score_scale, cap_log2 = variant.score_scales(scale)
-    fp8 = cache_format(k_cache)
+    codes = cache_format(k_cache)
     block_d = block_d_for(head_dim)
     if splits > 1:
         partial = torch.empty(
@@ -240,8 +260,8 @@ def paged_decode(
         partial = lse = out
     paged_decode_kernel[(num_decodes, kv_programs, splits)](
         q,
-        raw_cache(k_cache, fp8),
-        raw_cache(v_cache, fp8),
+        raw_cache(k_cache, codes),
+        raw_cache(v_cache, codes),
         batch.block_table,
         batch.seq_lens,
         out,
@@ -260,6 +280,8 @@ def paged_decode(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        *scale_strides(variant.k_scale, codes),
+        *scale_strides(variant.v_scale, codes),
         batch.block_table.stride(0),
         out.stride(0),
         out.stride(1),
@@ -273,7 +295,7 @@ def paged_decode(
         NUM_SPLITS=splits,
         HAS_WINDOW=variant.window is not None,
         HAS_SOFT_CAP=variant.soft_cap is not None,
-        FP8=fp8,
+        CODES=codes,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=ENABLE_FP_FUSION,

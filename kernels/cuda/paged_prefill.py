@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from kernels.cuda.cache_codes import (
+    FP8_BITS,
+    cache_format,
+    raw_cache,
+    scale_strides,
+    slot_scales,
+)
 from kernels.cuda.configs import (
     ENABLE_FP_FUSION,
     AttentionConfig,
     block_d_for,
     prefill_config,
 )
-from kernels.cuda.float8 import FP8_BITS, cache_format, raw_cache
 from kernels.cuda.tiles import (
     PLAIN,
     AttentionVariant,
@@ -63,6 +69,8 @@ def _attend_tiles(
     row_sum,
     k_base,
     v_base,
+    k_scale_base,
+    v_scale_base,
     table_ptr,
     start,
     end,
@@ -74,13 +82,15 @@ def _attend_tiles(
     stride_k_slot,
     stride_v_block,
     stride_v_slot,
+    stride_ks_block,
+    stride_vs_block,
     in_d,  # [BLOCK_D]
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
-    FP8: tl.constexpr,
+    CODES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Cache positions [start, end). Not MASKED: whole tiles that every row sees."""
@@ -91,9 +101,18 @@ def _attend_tiles(
         if MASKED and HAS_WINDOW:
             valid &= positions >= seen_from
         k_rows = cache_rows(table_ptr, positions, valid, stride_k_block, stride_k_slot, BLOCK_SIZE)
-        k = load_tile(k_base, k_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
+        k = load_tile(k_base, k_rows, valid, in_d, q.dtype, CODES, BLOCK_D)
         # [BLOCK_M, BLOCK_KV]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v_scales = score_scale  # as a stand-in of the right type
+        if CODES == 3:
+            k_scales = slot_scales(
+                k_scale_base, table_ptr, positions, valid, stride_ks_block, BLOCK_SIZE
+            )
+            v_scales = slot_scales(
+                v_scale_base, table_ptr, positions, valid, stride_vs_block, BLOCK_SIZE
+            )
+            scores *= k_scales[None, :]
         if HAS_SOFT_CAP:
             scores = soft_capped(scores, score_scale, cap_log2, q.dtype)
         else:
@@ -104,10 +123,10 @@ def _attend_tiles(
                 seen &= positions[None, :] > row_positions[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         v_rows = cache_rows(table_ptr, positions, valid, stride_v_block, stride_v_slot, BLOCK_SIZE)
-        v = load_tile(v_base, v_rows, valid, in_d, q.dtype, FP8, BLOCK_D)
+        v = load_tile(v_base, v_rows, valid, in_d, q.dtype, CODES, BLOCK_D)
         # A row's window may start after the tile that the first row's starts in.
         acc, row_max, row_sum = online_softmax_step(
-            scores, v, acc, row_max, row_sum, MAY_BE_EMPTY=HAS_WINDOW
+            scores, v, v_scales, acc, row_max, row_sum, CODES == 3, MAY_BE_EMPTY=HAS_WINDOW
         )
     return acc, row_max, row_sum
 
@@ -122,8 +141,8 @@ def paged_prefill_kernel(
     seq_lens_ptr,  # [R] int32
     query_start_loc_ptr,  # [R + 1] int32
     out_ptr,  # [T, Hq, D]
-    k_scale_ptr,  # [Hk] float32; not touched unless FP8
-    v_scale_ptr,  # [Hk] float32; not touched unless FP8
+    k_scale_ptr,  # float32, [Hk] of fp8, [N, Hk, B] of int8; not touched unless CODES
+    v_scale_ptr,  # the same
     first_seq,
     num_seqs,
     score_scale,  # scale in units of log 2, or scale / cap with a soft cap
@@ -137,6 +156,10 @@ def paged_prefill_kernel(
     stride_v_block,
     stride_v_slot,
     stride_v_head,
+    stride_ks_block,  # this and the next three: of int8
+    stride_ks_head,
+    stride_vs_block,
+    stride_vs_head,
     stride_table,
     stride_out_token,
     stride_out_head,
@@ -150,10 +173,10 @@ def paged_prefill_kernel(
     ONE_LOOP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
-    FP8: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """out_t = softmax(scale q_t K^T) V over cache positions [0, position(t)], or with a
-    window over (position(t) - window, position(t)]. FP8 is a kernels.cuda.float8 cache format.
+    window over (position(t) - window, position(t)]. CODES is a kernels.cuda.cache_codes format.
 
     A tile holds BLOCK_M // HEADS tokens times the HEADS query heads of one KV head.
     FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691) over the paged cache of
@@ -204,7 +227,9 @@ def paged_prefill_kernel(
     table_ptr = block_table_ptr + seq * stride_table
     k_base = k_cache_ptr + kv_head * stride_k_head
     v_base = v_cache_ptr + kv_head * stride_v_head
-    if FP8 != 0:
+    k_scale_base = k_scale_ptr + kv_head * stride_ks_head
+    v_scale_base = v_scale_ptr + kv_head * stride_vs_head
+    if CODES == 1 or CODES == 2:
         score_scale *= tl.load(k_scale_ptr + kv_head)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -228,29 +253,35 @@ def paged_prefill_kernel(
         if HAS_WINDOW:
             shared_start = tl.minimum(shared_start, shared_end)
             acc, row_max, row_sum = _attend_tiles(
-                q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
+                q, row_positions, acc, row_max, row_sum, k_base, v_base,
+                k_scale_base, v_scale_base, table_ptr,
                 kv_start, shared_start, seen_from, score_scale, cap_log2, window,
                 stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-                in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, FP8, MASKED=True,
+                stride_ks_block, stride_vs_block,
+                in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, CODES, MASKED=True,
             )  # fmt: skip
         acc, row_max, row_sum = _attend_tiles(
-            q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
+            q, row_positions, acc, row_max, row_sum, k_base, v_base,
+            k_scale_base, v_scale_base, table_ptr,
             shared_start, shared_end, seen_from, score_scale, cap_log2, window,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-            in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, FP8, MASKED=False,
+            stride_ks_block, stride_vs_block,
+            in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, CODES, MASKED=False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
-        q, row_positions, acc, row_max, row_sum, k_base, v_base, table_ptr,
+        q, row_positions, acc, row_max, row_sum, k_base, v_base,
+        k_scale_base, v_scale_base, table_ptr,
         shared_end, kv_end, seen_from, score_scale, cap_log2, window,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-        in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, FP8, MASKED=True,
+        stride_ks_block, stride_vs_block,
+        in_d, BLOCK_D, BLOCK_SIZE, BLOCK_KV, HAS_WINDOW, HAS_SOFT_CAP, CODES, MASKED=True,
     )  # fmt: skip
 
     # Without a window every row, padding too, sees position 0, so no row_sum is 0.
     if HAS_WINDOW:
         row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     acc = acc / row_sum[:, None]
-    if FP8 != 0:
+    if CODES == 1 or CODES == 2:
         acc *= tl.load(v_scale_ptr + kv_head)
     tl.store(
         out_ptr
@@ -290,18 +321,18 @@ def paged_prefill(
     num_q_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_q_heads // num_kv_heads
-    fp8 = cache_format(k_cache)
+    codes = cache_format(k_cache)
     if config is None:
         rows = batch.max_query_len * group
-        config = prefill_config(head_dim, q.element_size(), rows, unpacks_fp8=fp8 == FP8_BITS)
+        config = prefill_config(head_dim, q.element_size(), rows, unpacks_fp8=codes == FP8_BITS)
     heads = min(group, config.block_m)
     block_q = config.block_m // heads
     score_scale, cap_log2 = variant.score_scales(scale)
     grid = (num_tokens // block_q + num_seqs, num_kv_heads * triton.cdiv(group, heads))
     paged_prefill_kernel[grid](
         q,
-        raw_cache(k_cache, fp8),
-        raw_cache(v_cache, fp8),
+        raw_cache(k_cache, codes),
+        raw_cache(v_cache, codes),
         batch.block_table,
         batch.seq_lens,
         batch.query_start_loc,
@@ -321,6 +352,8 @@ def paged_prefill(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        *scale_strides(variant.k_scale, codes),
+        *scale_strides(variant.v_scale, codes),
         batch.block_table.stride(0),
         out.stride(0),
         out.stride(1),
@@ -334,7 +367,7 @@ def paged_prefill(
         ONE_LOOP=one_loop,
         HAS_WINDOW=variant.window is not None,
         HAS_SOFT_CAP=variant.soft_cap is not None,
-        FP8=fp8,
+        CODES=codes,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=ENABLE_FP_FUSION,

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from kernels.cuda.cache_codes import (
+    cache_format,
+    greatest_magnitude,
+    raw_cache,
+    scale_of_greatest,
+    scale_strides,
+    to_cache,
+)
 from kernels.cuda.configs import ENABLE_FP_FUSION, next_power_of_2
-from kernels.cuda.float8 import cache_format, encode_e4m3, raw_cache
 
 if TYPE_CHECKING:
     import torch
@@ -54,21 +61,6 @@ def _load_heads(
 
 
 @triton.jit
-def _to_cache(
-    x,  # [BLOCK_HEADS, ...] float32
-    scale,  # [BLOCK_HEADS, 1] float32
-    element: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """x as caches of its own dtype hold it, or that over scale as e4m3."""
-    rounded = x.to(element)
-    if FP8 == 0:
-        return rounded
-    else:
-        return encode_e4m3(tl.div_rn(rounded.to(tl.float32), scale + tl.zeros_like(x)), FP8 == 2)
-
-
-@triton.jit
 def rope_and_cache_kernel(
     q_ptr,  # [T, Hq, D], changed in place
     k_ptr,  # [T, Hk, D]
@@ -80,8 +72,8 @@ def rope_and_cache_kernel(
     slot_mapping_ptr,  # [T] int64
     q_norm_ptr,  # [D]; not touched unless HAS_NORM
     k_norm_ptr,  # [D]; not touched unless HAS_NORM
-    k_scale_ptr,  # [Hk] float32; not touched unless FP8
-    v_scale_ptr,  # [Hk] float32; not touched unless FP8
+    k_scale_ptr,  # float32, [Hk] of fp8, read, [N, Hk, B] of int8, written
+    v_scale_ptr,  # the same
     eps,
     stride_q_token,
     stride_q_head,
@@ -96,13 +88,17 @@ def rope_and_cache_kernel(
     stride_v_block,
     stride_v_slot,
     stride_vc_head,
+    stride_ks_block,  # this and the next three: of int8
+    stride_ks_head,
+    stride_vs_block,
+    stride_vs_head,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # 0: nothing is rotated
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    FP8: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASS: tl.constexpr,
@@ -113,7 +109,7 @@ def rope_and_cache_kernel(
 
     One token and BLOCK_HEADS heads per program: first the programs of q, then those of k
     and v. float32 inside. RoPE: Su et al., https://arxiv.org/abs/2104.09864; norms of heads:
-    Dehghani et al., https://arxiv.org/abs/2302.05442. FP8 is a kernels.cuda.float8 cache
+    Dehghani et al., https://arxiv.org/abs/2302.05442. CODES is a kernels.cuda.cache_codes
     format.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -156,7 +152,7 @@ def rope_and_cache_kernel(
             in_block = slot % BLOCK_SIZE
             k_scale = tl.full([BLOCK_HEADS, 1], 1.0, dtype=tl.float32)
             v_scale = k_scale
-            if FP8 != 0:
+            if CODES == 1 or CODES == 2:
                 k_scale = tl.load(k_scale_ptr + heads[:, None], mask=in_heads, other=1.0)
                 v_scale = tl.load(v_scale_ptr + heads[:, None], mask=in_heads, other=1.0)
             element = k_ptr.dtype.element_ty
@@ -167,14 +163,24 @@ def rope_and_cache_kernel(
             )  # fmt: skip
             k_out = k_cache_ptr + block_id * stride_k_block + in_block * stride_k_slot
             k_out = k_out + heads[:, None] * stride_kc_head
+            turned_first = first * cos - second * sin
+            turned_second = second * cos + first * sin
+            if CODES == 3:
+                greatest = greatest_magnitude(rest, element)
+                if ROTARY_DIM > 0:
+                    greatest = tl.maximum(greatest, greatest_magnitude(turned_first, element))
+                    greatest = tl.maximum(greatest, greatest_magnitude(turned_second, element))
+                k_scale = scale_of_greatest(greatest)
+                slots = k_scale_ptr + block_id * stride_ks_block + in_block
+                tl.store(slots + heads[:, None] * stride_ks_head, k_scale, mask=in_heads)
             if ROTARY_DIM > 0:
                 mask = in_heads & in_half
-                rotated = _to_cache(first * cos - second * sin, k_scale, element, FP8)
+                rotated = to_cache(turned_first, k_scale, element, CODES)
                 tl.store(k_out + offs_half, rotated, mask=mask)
-                rotated = _to_cache(second * cos + first * sin, k_scale, element, FP8)
+                rotated = to_cache(turned_second, k_scale, element, CODES)
                 tl.store(k_out + HALF + offs_half, rotated, mask=mask)
             if ROTARY_DIM < HEAD_DIM:
-                rest = _to_cache(rest, k_scale, element, FP8)
+                rest = to_cache(rest, k_scale, element, CODES)
                 tl.store(k_out + offs_pass, rest, mask=in_heads & in_pass)
             offs_d = tl.arange(0, BLOCK_D)[None, :]
             v_mask = in_heads & (offs_d < HEAD_DIM)
@@ -183,7 +189,11 @@ def rope_and_cache_kernel(
             # [BLOCK_HEADS, BLOCK_D]
             v = tl.load(v_in, mask=v_mask, other=0.0).to(tl.float32)
             v_out = v_out + heads[:, None] * stride_vc_head + offs_d
-            tl.store(v_out, _to_cache(v, v_scale, element, FP8), mask=v_mask)
+            if CODES == 3:
+                v_scale = scale_of_greatest(greatest_magnitude(v, element))
+                slots = v_scale_ptr + block_id * stride_vs_block + in_block
+                tl.store(slots + heads[:, None] * stride_vs_head, v_scale, mask=in_heads)
+            tl.store(v_out, to_cache(v, v_scale, element, CODES), mask=v_mask)
 
 
 def rope_and_cache(
@@ -209,15 +219,15 @@ def rope_and_cache(
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     has_norm = q_norm is not None
     q_tiles = triton.cdiv(num_q_heads, BLOCK_HEADS) if has_norm or rotary_dim else 0
-    fp8 = cache_format(k_cache)
+    codes = cache_format(k_cache)
     rope_and_cache_kernel[(num_tokens, q_tiles + triton.cdiv(num_kv_heads, BLOCK_HEADS))](
         q,
         k,
         v,
         positions,
         positions if cos_sin is None else cos_sin,
-        raw_cache(k_cache, fp8),
-        raw_cache(v_cache, fp8),
+        raw_cache(k_cache, codes),
+        raw_cache(v_cache, codes),
         slot_mapping,
         q if q_norm is None else q_norm,
         k if k_norm is None else k_norm,
@@ -237,13 +247,15 @@ def rope_and_cache(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        *scale_strides(k_scale, codes),
+        *scale_strides(v_scale, codes),
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
         BLOCK_SIZE=k_cache.shape[1],
         HAS_NORM=has_norm,
-        FP8=fp8,
+        CODES=codes,
         BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
         BLOCK_PASS=next_power_of_2(max(head_dim - rotary_dim, 1)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kernels.cuda.float8 import CONVERTS_E4M3, FP8_BITS, FP8_INSTRUCTION, NOT_FP8
+from kernels.cuda.cache_codes import FLOATS, FP8_BITS, FP8_INSTRUCTION
+from kernels.cuda.float8 import CONVERTS_E4M3
 from kernels.cuda.limits import MULTIPROCESSORS
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class Specimen:
     constants: Mapping[str, int]
     num_warps: int
     num_stages: int = 3
-    fp8_cache: int = NOT_FP8
-    """A kernels.cuda.float8 cache format."""
+    cache: int = FLOATS
+    """A kernels.cuda.cache_codes format."""
     types: Mapping[str, str] = field(default_factory=dict)
     """Of parameters that are neither the element's nor what their name says elsewhere."""
     needs_e4m3: bool = False
@@ -32,9 +33,9 @@ class Specimen:
     def archs(self) -> tuple[int, ...]:
         """Those that it runs on."""
         can = [arch for arch in MULTIPROCESSORS if divmod(arch, 10) >= CONVERTS_E4M3]
-        if self.needs_e4m3 or self.fp8_cache == FP8_INSTRUCTION:
+        if self.needs_e4m3 or self.cache == FP8_INSTRUCTION:
             return tuple(can)
-        if self.fp8_cache == FP8_BITS:
+        if self.cache == FP8_BITS:
             return tuple(arch for arch in MULTIPROCESSORS if arch not in can)
         return tuple(MULTIPROCESSORS)
 

@@ -22,8 +22,9 @@ class AttentionVariant:
 
     window: int | None = None
     soft_cap: float | None = None
-    k_scale: torch.Tensor | None = None  # [Hk] float32; caches are fp8 if and only if there
-    v_scale: torch.Tensor | None = None  # [Hk] float32
+    k_scale: torch.Tensor | None = None
+    """As Ops.rope_and_cache has it: there if and only if caches are of 8 bits."""
+    v_scale: torch.Tensor | None = None
 
     def score_scales(self, scale: float) -> tuple[float, float]:
         """score_scale and cap_log2, as both attention kernels take them."""
@@ -57,17 +58,22 @@ def load_tile(
     valid,  # [BLOCK_KV]
     in_d,  # [BLOCK_D]
     element: tl.constexpr,
-    FP8: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """[BLOCK_KV, BLOCK_D]  keys or values through the block table, without the scale that fp8
-    has; 0 where not valid: such slots may hold anything, NaN too."""
+    """[BLOCK_KV, BLOCK_D]  keys or values through the block table, without the scale that codes
+    have; 0 where not valid: such slots may hold anything, NaN too."""
     tile = tl.load(
         base + rows[:, None] + tl.arange(0, BLOCK_D)[None, :],
         mask=valid[:, None] & in_d[None, :],
-        other=0.0 if FP8 != 1 else 0,
+        other=0.0 if CODES == 0 or CODES == 2 else 0,
     )
-    return tile if FP8 == 0 else decode_e4m3(tile, element, FP8 == 2)
+    if CODES == 0:
+        return tile
+    elif CODES == 3:
+        return tile.to(element)
+    else:
+        return decode_e4m3(tile, element, CODES == 2)
 
 
 @triton.jit
@@ -100,9 +106,11 @@ def soft_capped(
 def online_softmax_step(
     scores,  # [BLOCK_M, BLOCK_KV] float32, in units of log 2; -inf where masked
     v,  # [BLOCK_KV, BLOCK_D]; 0 where masked
+    v_scales,  # [BLOCK_KV] float32 that v is times, 0 where masked; not used unless HAS_SCALES
     acc,  # [BLOCK_M, BLOCK_D] float32
     row_max,  # [BLOCK_M] float32
     row_sum,  # [BLOCK_M] float32
+    HAS_SCALES: tl.constexpr,
     MAY_BE_EMPTY: tl.constexpr,
 ):
     """Folds one tile into a running softmax: returns (acc, row_max, row_sum).
@@ -123,5 +131,14 @@ def online_softmax_step(
     row_sum = row_sum * rescale + tl.sum(p, axis=1)
     acc = acc * rescale[:, None]
     # "ieee" keeps float32 inputs out of the 10-bit TF32 path; it means nothing for 16-bit ones.
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    if HAS_SCALES and v.dtype == tl.float16:
+        # Small scales would make weights that fp16 does not hold.
+        peak = tl.max(v_scales, axis=0)
+        peak = tl.where(peak > 0.0, peak, 1.0)
+        p *= (v_scales / peak)[None, :]
+        acc += tl.dot(p.to(v.dtype), v, input_precision="ieee") * peak
+    else:
+        if HAS_SCALES:
+            p *= v_scales[None, :]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_max, row_sum

@@ -15,7 +15,11 @@ from kernels.feature_inputs import (
     FEATURE_CASES,
     FP8_ATTENTION_CASES,
     FP8_ROPE_CASES,
+    INT8_ATTENTION_CASES,
+    INT8_ROPE_CASES,
     assert_nearest_codes,
+    assert_nearest_int8,
+    exact_kv,
 )
 from kernels.fp8 import quantize_activations, quantize_fp8
 from kernels.inputs import (
@@ -80,7 +84,9 @@ def ops() -> CudaOps:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "case", [*CASES, *LARGE_CASES, *FEATURE_CASES, *FP8_ATTENTION_CASES], ids=str
+    "case",
+    [*CASES, *LARGE_CASES, *FEATURE_CASES, *FP8_ATTENTION_CASES, *INT8_ATTENTION_CASES],
+    ids=str,
 )
 def test_matches_the_reference(case: Case, dtype: torch.dtype, ops: CudaOps) -> None:
     actual = case.run(ops, dtype, "cuda")
@@ -110,6 +116,13 @@ def test_adapters_match_the_reference(tokens: str, dtype: torch.dtype, ops: Cuda
         reference = add(ReferenceOps(), *case, in_features=in_features)
         actual = add(ops, *case, in_features=in_features, device="cuda").cpu()
         assert_within_budget(actual, exact, reference, f"{rows} {tokens}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", INT8_ROPE_CASES, ids=str)
+def test_writes_the_nearest_integers(case: Case, dtype: torch.dtype, ops: CudaOps) -> None:
+    actual = case.run(ops, dtype, "cuda")
+    assert_nearest_int8(actual, exact_kv(case, dtype), dtype, str(case))
 
 
 def test_equal_logits_show_the_random_bits(ops: CudaOps) -> None:

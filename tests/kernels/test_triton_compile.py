@@ -41,6 +41,7 @@ _ROUNDING = (
     "a word or two, where ptxas keeps to 80, 128 or 168 registers so that one more block fits"
 )
 _WINDOW = "three loops over keys; the loop-carried sums of 128 x 128 outputs take most registers"
+_SCALES = "a tile's scales beside the loop-carried sums, where there is no tensor memory for these"
 SPILLS = {
     ("paged_prefill_kernel-bf16-D=64,long", 100): (16, _ROUNDING),
     ("paged_prefill_kernel-bf16-D=64,short", 90): (8, _ROUNDING),
@@ -50,6 +51,8 @@ SPILLS = {
     ("paged_decode_kernel-bf16-D=256,splits=8,window", 90): (8, _ROUNDING),
     ("paged_decode_kernel-bf16-D=256,splits=8,window,cap", 90): (8, _ROUNDING),
     ("paged_prefill_kernel-bf16-D=128,long,window", 80): (32, _WINDOW),
+    ("paged_prefill_kernel-bf16-D=128,long,int8", 80): (16, _SCALES),
+    ("paged_prefill_kernel-bf16-D=256,long,window,int8", 80): (16, _SCALES),
 }
 """Bytes of stack per thread that are known and why they are left, by specimen and
 architecture. Everything else keeps to its registers."""
@@ -141,13 +144,13 @@ def test_only_rows_of_what_is_compiled_today_are_kept() -> None:
 
 def test_specimens_have_every_combination_that_attention_meets() -> None:
     """At the greatest head size, which leaves the fewest registers and the least shared
-    memory: windows and soft caps alone and together, and both kinds of 8-bit cache."""
+    memory: windows and soft caps alone and together, and all kinds of 8-bit cache."""
     cases = {specimen.case for specimen in all_specimens() if specimen.element == "bf16"}
     for label in ("splits=8", "long", "short"):
         for more in ("", ",window", ",cap", ",window,cap"):
             assert f"D=256,{label}{more}" in cases
-        for more in (",fp8 bits", ",fp8", ",window,fp8 bits", ",window,fp8"):
-            assert f"D=256,{label}{more}" in cases
+        for codes in (",fp8 bits", ",fp8", ",int8"):
+            assert {f"D=256,{label}{codes}", f"D=256,{label},window{codes}"} <= cases
 
 
 def test_the_document_has_the_costs_of_every_kernel() -> None:

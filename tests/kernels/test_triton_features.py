@@ -18,11 +18,15 @@ from kernels.feature_inputs import (
     FP8,
     FP8_ATTENTION_CASES,
     FP8_ROPE_CASES,
+    INT8_ATTENTION_CASES,
+    INT8_ROPE_CASES,
     assert_nearest_codes,
+    assert_nearest_int8,
+    exact_kv,
     featured_attention_args,
     featured_rope_args,
 )
-from kernels.inputs import NAN, Case, Maker
+from kernels.inputs import NAN, Args, Case, Maker
 from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
 from kernels.tolerances import assert_within_budget
@@ -63,7 +67,11 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
     assert_parity(case, CudaOps(num_sms=1), dtype)
 
 
-@pytest.mark.parametrize("case", [*ATTENTION_CASES[::2], FP8_ATTENTION_CASES[2]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*ATTENTION_CASES[::2], FP8_ATTENTION_CASES[2], *INT8_ATTENTION_CASES[1:]],
+    ids=str,
+)
 def test_batch_invariant_attention_matches_the_reference(case: Case) -> None:
     assert_parity(case, BatchInvariantCudaOps(num_sms=1), torch.float16)
 
@@ -95,10 +103,24 @@ def test_a_window_is_split(case: Case) -> None:
     assert_parity(case, CudaOps(num_sms=64), torch.float16)
 
 
-@pytest.mark.parametrize("case", FP8_ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("case", [*FP8_ATTENTION_CASES, *INT8_ATTENTION_CASES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_over_8_bit_caches(case: Case, dtype: torch.dtype) -> None:
     assert_parity(case, CudaOps(num_sms=1), dtype)
+
+
+def test_small_and_uneven_scales_are_no_trouble_for_float16() -> None:
+    """Weights times such scales would be below what it holds; splits are merged."""
+
+    def make(maker: Maker) -> Args:
+        args = featured_attention_args(maker, [1, 1], [700, 90], 4, 2, 32, int8=True)
+        args["v_scale"] *= 1e-5
+        args["v_scale"][3:9] *= 30
+        return args
+
+    case = Case("attention", "small-scales", make)
+    for num_sms in (1, 64):
+        assert_parity(case, CudaOps(num_sms=num_sms), torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +141,32 @@ def test_writes_the_nearest_8_bit_floats(case: Case, dtype: torch.dtype, ops: Op
         assert int((ours != theirs).sum()) <= ours.numel() // 100
     for name in ("q", "k", "v"):
         assert_within_budget(actual[name], exact[name], reference[name], f"{case} {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", INT8_ROPE_CASES, ids=str)
+def test_writes_the_nearest_integers(case: Case, dtype: torch.dtype) -> None:
+    actual, reference = case.run(CudaOps(num_sms=1), dtype), case.run(ReferenceOps(), dtype)
+    exact = exact_kv(case, dtype)
+    assert_nearest_int8(actual, exact, dtype, str(case))
+    assert_nearest_int8(reference, exact, dtype, str(case))
+    for name in ("k_cache", "v_cache"):
+        differ = actual[name].int() - reference[name].int()
+        assert int((differ != 0).sum()) <= differ.numel() // 100 and int(differ.abs().max()) <= 1
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
+def test_heads_that_are_not_finite_become_nan() -> None:
+    args = featured_rope_args(Maker(torch.float32), 4, 2, 2, 16, rotary_dim=None, int8=True)
+    args["k"][0, 0, 3], args["k"][3, 1, 0], args["v"][0, 1, 5] = NAN, float("inf"), -float("inf")
+    CudaOps(num_sms=1).rope_and_cache(**args)
+    slots = args["slot_mapping"]
+    for name, dead in (("k", [(0, 0), (3, 1)]), ("v", [(0, 1)])):
+        scale = args[f"{name}_scale"].transpose(1, 2).flatten(0, 1)[slots]
+        values = args[f"{name}_cache"].flatten(0, 1)[slots].float() * scale.unsqueeze(-1)
+        for token in (0, 2, 3):
+            for head in range(2):
+                assert bool(values[token, head].isnan().all()) == ((token, head) in dead)
 
 
 def test_keys_before_every_window_are_not_read() -> None:
@@ -231,6 +279,18 @@ def test_copies_8_bit_blocks() -> None:
     CudaOps(num_sms=1).copy_blocks(*caches, src, dst)
     for copied in caches:
         assert torch.equal(copied.view(torch.uint8)[[3, 1, 4]], cache.view(torch.uint8)[[1, 3, 1]])
+
+
+def test_copies_scales_of_slots() -> None:
+    cache = torch.arange(60).to(torch.int8).view(5, 2, 2, 3)
+    scale = torch.rand(5, 2, 2, generator=torch.Generator().manual_seed(1))
+    k_scale, v_scale = scale.clone(), scale.clone()
+    src, dst = torch.tensor([1, 3, 1]), torch.tensor([3, 1, 4])
+    CudaOps(num_sms=1).copy_blocks(cache, cache.clone(), src, dst, k_scale, v_scale)
+    for copied in (k_scale, v_scale):
+        assert torch.equal(copied[[3, 1, 4]], scale[[1, 3, 1]])
+    with pytest.raises(ShapeError, match="copy_blocks: k_scale is missing"):
+        CudaOps(num_sms=1).copy_blocks(cache, cache, src, dst)
 
 
 def test_scales_and_caches_must_fit() -> None:

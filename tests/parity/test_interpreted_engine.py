@@ -5,6 +5,7 @@ Run by tests/kernels/test_triton_runs.py, in a process of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,24 @@ def test_an_engine_gives_the_tokens_of_the_reference(tmp_path: Path) -> None:
         )
         answers.append(engine.generate(prompts(), 3, sampling))
     assert all(len(ids) == 3 for ids in answers[0])
+    assert_same_tokens(*answers)
+
+
+def test_an_engine_over_int8_gives_the_tokens_of_the_reference(tmp_path: Path) -> None:
+    """Prompts in chunks beside decodes, and blocks that are shared."""
+    spec = TinySpec(
+        hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=1, max_positions=MAX_MODEL_LEN
+    )
+    path = write_hf(tmp_path / "model", spec)
+    asked = [*prompts()[:2], prompts()[-1]]
+    answers = []
+    for ops in (CudaOps(num_sms=4), ReferenceOps()):
+        loaded = dataclasses.replace(load(path, ops), kv_dtype=torch.int8)
+        engine = Engine(
+            loaded, num_blocks=30, block_size=4, max_num_batched_tokens=16, prefix_caching=True
+        )
+        answers.append(engine.generate(asked, 2))
+        assert engine.kv_manager.num_hit_tokens > 0
     assert_same_tokens(*answers)
 
 
