@@ -137,6 +137,12 @@ class AdapterCheckpoint:
         """None where the module has no adapter."""
         if (module, "A") not in self._names:
             return None
-        a, b = (self._tensors[self._names[module, side]].float() for side in "AB")
-        b = b * self._config.scale_of(module)
-        return LoraPart(a.to(device, dtype), b.to(device, dtype))
+        scales = {"A": 1.0, "B": self._config.scale_of(module)}
+        parts = {}
+        for side, scale in scales.items():
+            name = self._names[module, side]
+            part = (self._tensors[name].float() * scale).to(dtype)
+            if not bool(part.isfinite().all()):
+                raise self._wrong(name, f"times its scale of {scale:g} is beyond {dtype}")
+            parts[side] = part.to(device)
+        return LoraPart(parts["A"], parts["B"])

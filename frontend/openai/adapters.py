@@ -14,7 +14,7 @@ from frontend.adapters import load_adapter, survey, unload_adapter
 from frontend.openai.exchange import Endpoint
 from frontend.openai.requests import LoadAdapterBody, UnloadAdapterBody
 from frontend.openai.responses import LoadedAdapter, UnloadedAdapter
-from pagewire.errors import FeatureDisabled
+from pagewire.errors import FeatureDisabled, NotFound
 
 if TYPE_CHECKING:
     from frontend.call_trace import CallTracing
@@ -47,7 +47,9 @@ def adapter_routes(
         body = exchange.read(LoadAdapterBody)
         exchange.name_field = name_field
         await load_adapter(side, body.lora_name, body.lora_path)
-        found = next(it.info for it in survey(side).adapters if it.info.name == body.lora_name)
+        named = (it.info for it in survey(side).adapters if it.info.name == body.lora_name)
+        if (found := next(named, None)) is None:  # unloaded already
+            raise NotFound("adapter", body.lora_name, field="name")
         await exchange.answer(LoadedAdapter(found.name, found.path, found.rank))
 
     async def unload(exchange: Exchange) -> None:

@@ -97,6 +97,15 @@ def test_scale_is_in_b_and_what_is_not_adapted_is_none(tmp_path: Path) -> None:
     assert checkpoint.rank == 4
 
 
+def test_what_the_models_type_cannot_hold(tmp_path: Path) -> None:
+    large = {name: tensor * 30_000 for name, tensor in tensors_of(TARGETS).items()}
+    checkpoint = opened(write(tmp_path, large, lora_alpha=40))
+    device = torch.device("cpu")
+    assert checkpoint.part(TARGETS[0], torch.bfloat16, device) is not None
+    with pytest.raises(ModelLoadError, match=r"lora_[AB]\.weight times its scale of .*float16"):
+        checkpoint.part(TARGETS[0], torch.float16, device)
+
+
 def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     one, same = opened(write(tmp_path / "one")), opened(write(tmp_path / "same"))
     assert one.digest == same.digest and len(one.digest) == 32
