@@ -258,7 +258,7 @@ def test_the_estimate_is_what_the_graphs_take(loaded: Loaded) -> None:
 
 
 def build(path: Path, monkeypatch: pytest.MonkeyPatch, device: GraphDevice, **settings: Any) -> Any:
-    monkeypatch.setattr("engine_core.engine_builder.select_device", lambda config: device)
+    monkeypatch.setattr("engine_core.engine_builder.select_device", lambda *args: device)
     monkeypatch.setattr("engine_core.engine_builder.load_ops", lambda *args, **more: GraphOps())
     config = EngineConfig(
         model=str(path), max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", **settings

@@ -90,7 +90,7 @@ def test_an_engine_over_int8_gives_the_tokens_of_the_reference(tmp_path: Path) -
         hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=1, max_positions=MAX_MODEL_LEN
     )
     path = write_hf(tmp_path / "model", spec)
-    asked = [*prompts()[:2], prompts()[-1]]
+    asked = [*prompts()[:3], prompts()[-1]]
     answers = []
     for ops in (CudaOps(num_sms=4), ReferenceOps()):
         loaded = dataclasses.replace(load(path, ops), kv_dtype=torch.int8)

@@ -102,7 +102,7 @@ def test_ids_are_the_same_on_and_off_alone_and_in_a_batch(
     speculation = make_speculation()
     batched = Engine(loaded, speculation=speculation, max_num_seqs=8)
     assert_same_tokens(batched.generate(prompts, 64, sampling), plain)
-    assert speculation.num_accepted_tokens > (100 if temperature == 0 else 0)
+    assert speculation.num_accepted_tokens > (50 if temperature == 0 else 0)
     alone = Engine(loaded, speculation=make_speculation(), max_num_seqs=1)
     assert_same_tokens([alone.generate([prompt], 64, sampling)[0] for prompt in prompts], plain)
 
