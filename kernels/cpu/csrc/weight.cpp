@@ -16,9 +16,11 @@
 namespace pagewire {
 namespace {
 
-constexpr int ROWS = W == 16 ? 12 : 6;  // of a register tile
-constexpr int64_t AHEAD = 4096;         // bytes between a weight and what is fetched meanwhile
-constexpr int64_t CHUNK = 256;          // even
+// Of a register tile: with AVX2's sixteen registers, what leaves room for the weights beside the sums.
+template <class V>
+constexpr int ROWS = W == 16 ? 12 : std::is_same_v<V, bf16> ? 5 : 6;
+constexpr int64_t AHEAD = 4096;  // bytes between a weight and what is fetched meanwhile
+constexpr int64_t CHUNK = 256;   // even
 
 #if defined(__AVX512BF16__)
 constexpr bool NATIVE_BFLOAT16 = true;
@@ -44,15 +46,20 @@ inline void add_feature(const float* x, int64_t row, const V* weights, vf (&acc)
 
 template <int M>
 inline void add_pair(const float* x, int64_t row, const bf16* weights, vf (&acc)[M][2]) {
-  vu pairs[2];
-  std::memcpy(pairs, weights, sizeof pairs);
+  vu w0, w1;
+  std::memcpy(&w0, weights, sizeof w0);
+  std::memcpy(&w1, weights + 2 * W, sizeof w1);
+  vf even0 = bits_as<vf>(w0 << 16), even1 = bits_as<vf>(w1 << 16);
   PAGEWIRE_UNROLL
-  for (int i = 0; i < 2; i++) {
-    vf even = bits_as<vf>(pairs[i] << 16), odd = bits_as<vf>(pairs[i] & 0xffff0000u);
-    PAGEWIRE_UNROLL
-    for (int m = 0; m < M; m++) acc[m][i] += even * x[m * row];
-    PAGEWIRE_UNROLL
-    for (int m = 0; m < M; m++) acc[m][i] += odd * x[m * row + 1];
+  for (int m = 0; m < M; m++) {
+    acc[m][0] += even0 * x[m * row];
+    acc[m][1] += even1 * x[m * row];
+  }
+  vf odd0 = bits_as<vf>(w0 & 0xffff0000u), odd1 = bits_as<vf>(w1 & 0xffff0000u);
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++) {
+    acc[m][0] += odd0 * x[m * row + 1];
+    acc[m][1] += odd1 * x[m * row + 1];
   }
 }
 
@@ -108,10 +115,10 @@ void tile_of(int64_t count, const X* x, int64_t row, const V* weights, int64_t i
 template <bool ADD, class X, class V>
 void tiles(const X* x, int64_t row, const V* weights, int64_t in, int64_t rows, float* sums) {
   // Of even height: a low tile has too few sums in flight.
-  int64_t left = (rows + ROWS - 1) / ROWS;
+  int64_t left = (rows + ROWS<V> - 1) / ROWS<V>;
   for (int64_t r = 0; r < rows; left--) {
     int64_t count = (rows - r + left - 1) / left;
-    tile_of<ROWS, ADD>(count, x + r * row, row, weights, in, sums + r * PANEL);
+    tile_of<ROWS<V>, ADD>(count, x + r * row, row, weights, in, sums + r * PANEL);
     r += count;
   }
 }
