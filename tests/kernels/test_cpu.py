@@ -122,7 +122,7 @@ def test_build_is_idempotent_and_removes_stale_libraries() -> None:
 def test_linear_rows_do_not_depend_on_the_batch(
     ops: Ops, dtype: torch.dtype, in_features: int
 ) -> None:
-    args = linear_args(Maker(dtype), 37, in_features, 131, bias=True)
+    args = linear_args(Maker(dtype), 101, in_features, 131, bias=True)
     weight = ops.prepare_linear(args["weight"], args["bias"])
     together = ops.linear(args["x"], weight)
     for count in (1, 2, 3, 5, 8, 20):

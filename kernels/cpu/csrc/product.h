@@ -31,14 +31,17 @@ PreparedRows prepare(const PackedWeight& w, int dtype, const T* x, int64_t x_row
 // Rows whose sums of a panel are looked at together: they stay in the first-level cache.
 constexpr int64_t ROW_BLOCK = 48;
 
-// Calls body(panel, first row, rows) for all panels, with blocks of rows inside.
+// Calls body(panel, first row, rows) for every panel and block of rows. Threads are handed both, as
+// the last panel of a prompt would keep one thread for a while when the others have nothing left.
 template <class Body>
 void for_panels(int64_t panels, int64_t rows, int64_t in, int threads, const Body& body) {
   if (rows * in * panels * PANEL < 65536) threads = 1;  // less than it takes to hand it out
-  parallel_ranges(panels, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; panel++)
-      for (int64_t row = 0; row < rows; row += ROW_BLOCK)
-        body(panel, row, std::min(ROW_BLOCK, rows - row));
+  int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  parallel_ranges(panels * blocks, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      int64_t row = i % blocks * ROW_BLOCK;
+      body(i / blocks, row, std::min(ROW_BLOCK, rows - row));
+    }
   });
 }
 
