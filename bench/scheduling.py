@@ -26,6 +26,7 @@ from engine_core.device.sim import SimDevice
 from engine_core.kv.manager import KVManager
 from engine_core.runner.sim_runner import SimRunner
 from engine_core.sched.limits import SchedulerLimits
+from engine_core.sched.prefill_budget import PrefillBudget
 from engine_core.sched.scheduler import Scheduler
 from pagewire.types import SamplingParams
 from pagewire.wire.codec import encode, pack_ids, unpack_request_ids
@@ -54,6 +55,7 @@ class Flags:
     long_prefill_token_threshold: int = 0
     max_mixed_prefill_tokens: int = 0
     short_prefill_share: float = 0.0
+    itl_target_ms: float | None = None
 
     def __str__(self) -> str:
         text = f"budget {self.max_num_batched_tokens}"
@@ -61,6 +63,8 @@ class Flags:
             text += f", long prefill {self.long_prefill_token_threshold}"
         if self.max_mixed_prefill_tokens:
             text += f", mixed prefill {self.max_mixed_prefill_tokens}"
+        if self.itl_target_ms is not None:
+            text += f", ITL target {self.itl_target_ms:g}"
         if self.short_prefill_share:
             text += f", share {self.short_prefill_share:g}"
         return text
@@ -75,6 +79,8 @@ COMPARED = (
     Flags(2048, short_prefill_share=0.25),
     Flags(2048, short_prefill_share=0.5),
     Flags(2048, max_mixed_prefill_tokens=512),
+    Flags(2048, itl_target_ms=15),
+    Flags(2048, itl_target_ms=25),
     Flags(512),
 )
 
@@ -168,7 +174,10 @@ def run(gpu: str, flags: Flags, streams: list[Stream]) -> float:
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
     )
-    scheduler = Scheduler(limits, KVManager(num_blocks, BLOCK_SIZE))
+    prefill_budget = None
+    if flags.itl_target_ms is not None:
+        prefill_budget = PrefillBudget(flags.itl_target_ms / 1e3)
+    scheduler = Scheduler(limits, KVManager(num_blocks, BLOCK_SIZE), prefill_budget=prefill_budget)
     core = EngineCore(scheduler, runner, epoch=EPOCH, clock=clock)
     arrived = 0
 

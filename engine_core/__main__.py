@@ -195,7 +195,7 @@ def _make_core(
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            max_mixed_prefill_tokens=built.max_mixed_prefill_tokens,
+            max_mixed_prefill_tokens=config.max_mixed_prefill_tokens or 0,
             short_prefill_share=config.short_prefill_share,
         )
         offload = None
@@ -209,7 +209,11 @@ def _make_core(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     scheduler = Scheduler(
-        limits, kv_manager, make_policy(config.scheduling_policy), built.speculation
+        limits,
+        kv_manager,
+        make_policy(config.scheduling_policy),
+        built.speculation,
+        built.prefill_budget,
     )
     return EngineCore(
         scheduler,

@@ -300,6 +300,8 @@ class EngineCore:
         self._read_at = ended_at
         self._speed.observe(launched.num_tokens, step_s)
         self._scheduler.kv_manager.observe_step(plan, result, step_s)
+        if self._scheduler.prefill_budget is not None:
+            self._scheduler.prefill_budget.observe(plan, step_s)
         self._deliver(self._scheduler.update(plan, result, ended_at))
         self._last_num_batched = launched.num_tokens
         self._last_step_s = self._clock() - ended_at + step_s
@@ -330,6 +332,7 @@ class EngineCore:
             total_offloaded_blocks=tier.num_offloaded_blocks,
             total_restored_blocks=tier.num_restored_blocks,
             num_free_cached_blocks=kv_manager.pool.num_free_cached_blocks,
+            max_mixed_prefill_tokens=scheduler.max_mixed_prefill_tokens,
             **({} if scheduler.speculation is None else scheduler.speculation.totals()),
         )
 

@@ -42,6 +42,7 @@ from engine_core.runner.offload import HostKV
 from engine_core.runner.profile import run_dummy_step
 from engine_core.runner.rows import Rows
 from engine_core.sched.intake import FindUnsupported, all_is_supported
+from engine_core.sched.prefill_budget import PrefillBudget
 from engine_core.speculative import (
     make_speculation,
     max_sampled_tokens,
@@ -92,7 +93,6 @@ class BuiltEngine:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_mixed_prefill_tokens: int
     async_scheduling: bool
     """Whether the next step is planned while one runs."""
     default_sampling: dict[str, float]
@@ -104,6 +104,8 @@ class BuiltEngine:
     """Measured at warm-up where there is a second tier."""
     speculation: Speculation | None = None
     """What guesses ahead, if anything does."""
+    prefill_budget: PrefillBudget | None = None
+    """Of steps with decodes, where it is measured."""
     find_unsupported: FindUnsupported = all_is_supported
     """What of the sampling parameters the runner cannot do."""
     adapters: Adapters = field(default_factory=Adapters)
@@ -121,6 +123,7 @@ def build_engine(
     """
     started = time.monotonic()
     device = select_device(config, ranks.rank)
+    prefill_budget = make_prefill_budget(config, device)
     opened = open_model(resolve_model(config.model, config.served_model_name))
     _check_split(config, opened)
     max_model_len = resolve_max_model_len(config.max_model_len, opened.config)
@@ -240,11 +243,7 @@ def build_engine(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_mixed_prefill_tokens=(
-            device.default_max_mixed_prefill_tokens
-            if config.max_mixed_prefill_tokens is None
-            else config.max_mixed_prefill_tokens
-        ),
+        prefill_budget=prefill_budget,
         async_scheduling=overlaps(config, device) and speculation is None,
         default_sampling=opened.config.default_sampling,
         window=window,
@@ -285,6 +284,22 @@ def overlaps(config: EngineConfig, device: Device) -> bool:
     """Whether to plan while the device runs. On one that computes within the launch there is
     no such time, and results would only come later."""
     return config.async_scheduling == "auto" and not device.is_synchronous
+
+
+def make_prefill_budget(config: EngineConfig, device: Device) -> PrefillBudget | None:
+    """None where a constant is asked for, or no limit. Raises ConfigError."""
+    target_ms = config.itl_target_ms
+    if config.max_mixed_prefill_tokens is not None:
+        if target_ms is not None:
+            raise ConfigError(
+                f"--itl-target-ms {target_ms:g} sizes what --max-mixed-prefill-tokens "
+                f"{config.max_mixed_prefill_tokens} sets: give one of them"
+            )
+        return None
+    first = device.default_max_mixed_prefill_tokens
+    if target_ms is not None:
+        return PrefillBudget(target_ms / 1e3, first=first)
+    return PrefillBudget(first=first) if first else None
 
 
 def _graph_sizes(config: EngineConfig, device: Device) -> tuple[int, ...]:

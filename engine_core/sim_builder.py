@@ -11,7 +11,7 @@ import torch
 from engine_core.device.memory import block_num_bytes, plan_kv_cache, resolve_max_model_len
 from engine_core.device.roofline import GPUS, ModelCost
 from engine_core.device.sim import SimDevice
-from engine_core.engine_builder import BuiltEngine, overlaps
+from engine_core.engine_builder import BuiltEngine, make_prefill_budget, overlaps
 from engine_core.grammar.vocabulary import read_vocabulary
 from engine_core.model.kv_scales import KV_DTYPES, describe_kv_cache
 from engine_core.model.loader import read_config
@@ -95,11 +95,7 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_mixed_prefill_tokens=(
-            device.default_max_mixed_prefill_tokens
-            if config.max_mixed_prefill_tokens is None
-            else config.max_mixed_prefill_tokens
-        ),
+        prefill_budget=make_prefill_budget(config, device),
         async_scheduling=overlaps(config, device),
         default_sampling=model.default_sampling,
         find_unsupported=find_unsimulated,

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from pagewire.wire.messages import StepStats
 
 
+_NOT_SUMS = {
+    *("step_s", "abort_to_free_s", "total_accepted_per_position", "max_mixed_prefill_tokens")
+}
+
+
 def total_stats(all_stats: Iterable[StepStats]) -> StepStats | None:
     """The sums of what several engines say; None of none."""
     total: StepStats | None = None
@@ -23,8 +28,11 @@ def total_stats(all_stats: Iterable[StepStats]) -> StepStats | None:
         sums: dict[str, Any] = {
             name: getattr(total, name) + getattr(stats, name)
             for name in stats.__struct_fields__
-            if name not in ("step_s", "abort_to_free_s", "total_accepted_per_position")
+            if name not in _NOT_SUMS
         }
+        sums["max_mixed_prefill_tokens"] = max(
+            total.max_mixed_prefill_tokens, stats.max_mixed_prefill_tokens
+        )
         positions = zip_longest(
             total.total_accepted_per_position, stats.total_accepted_per_position, fillvalue=0
         )

@@ -188,6 +188,10 @@ class ModelMetrics:
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting for the engine.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Used KV blocks, 0 to 1.")
+        self._mixed_prefill = self._gauge(
+            "pagewire_mixed_prefill_tokens_max",
+            "Most prompt tokens of a step with decodes; 0 is no limit.",
+        )
         self._cache_config = self._add(
             Gauge(
                 "vllm:cache_config_info",
@@ -358,12 +362,16 @@ class ModelMetrics:
     def _set_gauges(self) -> None:
         stats = total_stats(self._stats.values())
         if stats is None:
-            for gauge in (self._running, self._waiting, self._kv_usage, self._host_usage):
+            for gauge in (
+                *(self._running, self._waiting, self._kv_usage, self._host_usage),
+                self._mixed_prefill,
+            ):
                 gauge.set(0)
             return
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(kv_cache_usage(stats))
+        self._mixed_prefill.set(stats.max_mixed_prefill_tokens)
         if stats.num_host_blocks:
             self._host_usage.set(stats.num_used_host_blocks / stats.num_host_blocks)
 

@@ -208,8 +208,13 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     """Token budget of a step. Default: 512 on a CPU, 2048 on cuda."""
     max_mixed_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most prompt tokens of a step in which others decode; 0 sets no such limit. Fewer
-    mean a shorter gap between tokens, more a sooner first token. Default: 96 on a CPU,
-    0 on cuda."""
+    mean a shorter gap between tokens, more a sooner first token. Default: on a CPU so many
+    that the step takes twice as long as one in which all requests decode, as far as steps
+    were measured; 0 on cuda."""
+    itl_target_ms: Annotated[float, Field(gt=0)] | None = None
+    """Milliseconds that a step with decodes may take for prompts, which get as many tokens
+    of it as were measured to fit, and 32 in any case; in place of
+    --max-mixed-prefill-tokens."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
     """Most tokens that one prompt gets in a step, so that other prompts get on beside
     a long one and steps stay short for those that decode. 0 sets no such limit."""

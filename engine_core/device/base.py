@@ -54,6 +54,7 @@ class Device(Protocol):
     default_kernels: str
     default_max_num_batched_tokens: int
     default_max_mixed_prefill_tokens: int
+    """Until steps have been measured; 0: by default prompts are not limited beside decodes."""
     is_synchronous: bool
     """Whether work is done when the call that queues it returns."""
     captures_graphs: bool

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine_core.sched.beam_group import BeamGroup, Entry
     from engine_core.sched.plan import SeqStep
     from engine_core.sched.policy import Policy
+    from engine_core.sched.prefill_budget import PrefillBudget
     from engine_core.sched.speculation import Speculation
     from pagewire.wire.messages import PositionLogprobs
 
@@ -58,13 +59,16 @@ class Scheduler:
         kv_manager: KVManager,
         policy: Policy | None = None,
         speculation: Speculation | None = None,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
-        """speculation: needs update() before the next schedule(). Default: no draft tokens."""
+        """speculation: needs update() before the next schedule(). Default: no draft tokens.
+        prefill_budget: in place of limits.max_mixed_prefill_tokens."""
         self.limits = limits
         self.kv_manager = kv_manager
         self.policy: Policy = policy if policy is not None else FairPolicy()
         self.waiting = self.policy.waiting
         self.speculation = speculation
+        self.prefill_budget = prefill_budget
         self.running: list[Request] = []
         """In the policy's running order: the last one is preempted first."""
         self.step = 0
@@ -109,6 +113,13 @@ class Scheduler:
             request.move(status)
         self.policy.ended(request)
 
+    @property
+    def max_mixed_prefill_tokens(self) -> int:
+        """Most prompt tokens of a step with decodes, as things are; 0 is no limit."""
+        if self.prefill_budget is not None:
+            return self.prefill_budget.num_tokens
+        return self.limits.max_mixed_prefill_tokens
+
     def has_unfinished(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
@@ -122,7 +133,7 @@ class Scheduler:
         draft = Draft(budget=self.limits.max_num_batched_tokens)
         self._enter_forks(draft)
         self._grow_decodes(draft)
-        draft.spare_decodes(self.limits.max_mixed_prefill_tokens)
+        self._spare_decodes(draft)
         if self.limits.short_prefill_share:
             self._share_prefills(draft, now)
         self._grow_prefills(draft, draft.prefills)
@@ -244,6 +255,17 @@ class Scheduler:
         # Everybody running has had a token in every step since it was admitted, so
         # nobody was admitted who would make them more than the budget.
         assert draft.budget >= 0, (draft.budget, len(self.running))
+
+    def _spare_decodes(self, draft: Draft) -> None:
+        """Decodes wait for the whole step, so prompts get only so much of it beside them."""
+        budget = self.prefill_budget
+        if budget is not None and draft.num_decodes and (draft.prefills or self.waiting):
+            num_running, num_free = len(self.running), self.kv_manager.num_free_blocks
+            # As many more as there is room for if they are like those.
+            num_fitting = num_running * num_free // (self.kv_manager.num_usable_blocks - num_free)
+            num_rows = self.limits.max_num_seqs - num_running
+            budget.resize(draft, self.running, min(len(self.waiting), num_rows, num_fitting))
+        draft.spare_decodes(self.max_mixed_prefill_tokens)
 
     def _share_prefills(self, draft: Draft, now: float) -> None:
         """Prompts with less left than the first in order, with their share of the budget."""

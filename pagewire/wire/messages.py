@@ -249,6 +249,8 @@ class StepStats(Message, frozen=True):
     """Draft tokens that were right."""
     total_accepted_per_position: tuple[int, ...] = ()
     """The same by their place in the guess."""
+    max_mixed_prefill_tokens: int = 0
+    """Most prompt tokens of a step with decodes, as things are; 0 is no limit."""
 
 
 class StepOutput(Message, frozen=True):

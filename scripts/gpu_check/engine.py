@@ -53,10 +53,13 @@ class Engine:
             built.max_model_len,
             built.vocab_size,
             built.eos_token_ids,
-            max_mixed_prefill_tokens=built.max_mixed_prefill_tokens,
         )
         self._core = EngineCore(
-            Scheduler(limits, KVManager(built.num_blocks, built.block_size, False)),
+            Scheduler(
+                limits,
+                KVManager(built.num_blocks, built.block_size, False),
+                prefill_budget=built.prefill_budget,
+            ),
             built.runner,
             epoch=_EPOCH,
             async_scheduling=built.async_scheduling,

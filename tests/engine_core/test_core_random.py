@@ -12,6 +12,7 @@ import pytest
 from engine_core.kv.restore_policy import MeasuredCosts
 from engine_core.sched.drafters import ModelDrafter
 from engine_core.sched.policy import make_policy
+from engine_core.sched.prefill_budget import PrefillBudget
 from engine_core.sched.speculation import Speculation
 from engine_core.sched.step_costs import StepCosts
 from pagewire.types import FinishReason
@@ -106,6 +107,7 @@ def scheduling(rng: random.Random) -> dict[str, Any]:
         "policy": make_policy(rng.choice(["fair", "fair", "fair", "priority"])),
         "long_prefill_token_threshold": rng.choice([0, 0, 1, 4]),
         "short_prefill_share": rng.choice([0.0, 0.3, 0.9]),
+        "prefill_budget": rng.choice([None, PrefillBudget(first=1), PrefillBudget(2.0, first=7)]),
         "step_s": lambda num_tokens: 0.9 + token_s * num_tokens,
     }
 

@@ -33,6 +33,7 @@ NAMES = {
     "pagewire_kv_blocks_offloaded": "counter",
     "pagewire_kv_blocks_restored": "counter",
     "pagewire_kv_offload_usage_perc": "gauge",
+    "pagewire_mixed_prefill_tokens_max": "gauge",
     "vllm:num_preemptions": "counter",
     "vllm:prompt_tokens": "counter",
     "vllm:generation_tokens": "counter",

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from engine_core.request import Request
     from engine_core.sched.policy import Policy
+    from engine_core.sched.prefill_budget import PrefillBudget
     from engine_core.sched.speculation import Speculation
 
 VOCAB_SIZE = 61
@@ -464,6 +465,7 @@ class FakeEngine:
         async_scheduling: bool = False,
         num_adapters: int = 0,
         speculation: Speculation | None = None,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
         """step_s: how long a step of so many tokens takes. Default: no time, with a
         second between steps. num_host_blocks: of the second tier; 0 is none."""
@@ -482,7 +484,9 @@ class FakeEngine:
         if num_host_blocks:
             self.offload = KVOffload(num_host_blocks, RestorePolicy(block_size, costs))
         self.kv_manager = KVManager(num_blocks, block_size, enable_prefix_caching, self.offload)
-        self.scheduler = Scheduler(self.limits, self.kv_manager, policy, speculation)
+        self.scheduler = Scheduler(
+            self.limits, self.kv_manager, policy, speculation, prefill_budget
+        )
         self.runner = FakeRunner(num_blocks, block_size, self.limits, num_host_blocks)
         self.adapters = Adapters(FakeSlots(self.runner), num_adapters, directory=Path("/"))
         self.core = EngineCore(
