@@ -250,7 +250,8 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     """The ops backend. auto: the device's own."""
     batch_invariant: bool = False
     """Compute each sequence's logits the same to the last bit whatever is batched with
-    it, cached, chunked or preempted. Prefill takes longer. In float32 on a CPU it is always so."""
+    it, cached, chunked or preempted. Prefill may take longer. In float32 on a CPU it is always
+    so."""
     async_scheduling: Literal["auto", "off"] = "auto"
     """Plan the next step while the device runs one. auto: where the device works by itself,
     which a CPU does not. What ends a request is then noticed one step late."""

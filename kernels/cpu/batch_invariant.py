@@ -1,10 +1,11 @@
 """CPU ops whose every result depends on its own sequence alone, bit for bit.
 
-The C++ products, norms and the rest sum each row in one order, whatever the batch. Only
-attention has several orders: a lone query token reads its keys in spans at fixed
-positions, a chunk goes through tiles of keys. So here each query token is made a
-sequence of its own, with the keys up to itself, and takes the lone token's way: chunked,
-batched, cached or decoded, it sums the same numbers in the same order.
+The C++ products, norms and the rest sum each row in one order, whatever the batch. So does
+attention, but for bfloat16 by dot products (the variant avx512_bf16): there a lone query
+token reads its keys in spans at fixed positions, and a chunk goes through tiles of keys
+without spans. So there each query token is made a sequence of its own, with the keys up to
+itself, and takes the lone token's way: chunked, batched, cached or decoded, it sums the
+same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from kernels.blocks import run_blocks
 from kernels.cpu import library
-from kernels.cpu.library import Library
+from kernels.cpu.library import DTYPES, Library
 from kernels.cpu.ops import CpuOps
 from kernels.ops import AttentionBatch, AttentionBlock
 from kernels.registry import UnsupportedOps
@@ -36,7 +37,13 @@ def load_batch_invariant_cpu_ops() -> Ops:
 
 
 class BatchInvariantCpuOps(CpuOps):
-    """See the module. Prefill attention reads each key once for each query token."""
+    """See the module."""
+
+    def __init__(self, lib: Library) -> None:
+        super().__init__(lib)
+        self._attends_alone = {
+            dtype for dtype, code in DTYPES.items() if not lib.attention_is_batch_invariant(code)
+        }
 
     def run_blocks(
         self,
@@ -45,8 +52,7 @@ class BatchInvariantCpuOps(CpuOps):
         batch: BlockBatch,
         kv_caches: Sequence[KVCache],
     ) -> None:
-        attention = one_token_sequences(batch.attention)
-        alone = replace(batch, attention=attention)
+        alone = replace(batch, attention=self._invariant(batch.attention, residual.dtype))
         if residual.dtype != torch.float32 and _has_slots(stack):
             # Composed blocks round in more places, and so they do whoever has an adapter.
             run_blocks(self, stack, residual, alone, kv_caches)
@@ -65,9 +71,12 @@ class BatchInvariantCpuOps(CpuOps):
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        alone = one_token_sequences(batch)
         options = (window, soft_cap, k_scale, v_scale)
+        alone = self._invariant(batch, q.dtype)
         return super().attention(q, k_cache, v_cache, alone, scale, *options)
+
+    def _invariant(self, batch: AttentionBatch, dtype: torch.dtype) -> AttentionBatch:
+        return one_token_sequences(batch) if dtype in self._attends_alone else batch
 
 
 def _has_slots(stack: BlockStack) -> bool:

@@ -156,6 +156,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         _I,
         [_N, _P, _P, _P, POINTER(CacheCodes), _P, _P, _P, _P, POINTER(AttentionSizes), _N],
     ),
+    "attention_is_batch_invariant": (_N, [_N]),
     "packed_elements": (_I, [_N, _I, _I]),
     "pack": (None, [_N, _P, _I, _I, _P, _N]),
     "packed_rows": (_I, [_N, _P, _I, _I, _P, _I, _P, _N]),
@@ -189,6 +190,7 @@ class Library:
     activation_mul: ctypes._NamedFuncPointer
     rope_and_cache: ctypes._NamedFuncPointer
     attention: ctypes._NamedFuncPointer
+    attention_is_batch_invariant: ctypes._NamedFuncPointer
     packed_elements: ctypes._NamedFuncPointer
     pack: ctypes._NamedFuncPointer
     packed_rows: ctypes._NamedFuncPointer

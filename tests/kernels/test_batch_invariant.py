@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from kernels.cpu.batch_invariant import BatchInvariantCpuOps, one_token_sequences
-from kernels.cpu.library import Library, supported_variants
 from kernels.inputs import Maker, attention_batch
 from kernels.registry import UnsupportedOps, load_ops
-from tests.support.cpu_kernels import VARIANTS, best_cpu_ops, cpu_ops
+from tests.support.cpu_kernels import VARIANTS, batch_invariant_cpu_ops, best_cpu_ops
 from tests.support.invariance import (
     Attended,
     assert_attention_is_invariant,
@@ -30,9 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def ops(request: pytest.FixtureRequest) -> Ops:
-    cpu_ops(request.param)  # builds it
-    (variant,) = (v for v in supported_variants() if v.name == request.param)
-    return BatchInvariantCpuOps(Library(variant))
+    return batch_invariant_cpu_ops(request.param)
 
 
 @pytest.fixture(params=[1, 2])

@@ -29,7 +29,13 @@ from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
 from kernels.tolerances import assert_within_budget
 from tests.kernels.test_blocks import SHAPES, make_blocks, make_step
-from tests.support.cpu_kernels import BACKENDS, VARIANTS, best_cpu_ops, cpu_ops
+from tests.support.cpu_kernels import (
+    BACKENDS,
+    VARIANTS,
+    batch_invariant_cpu_ops,
+    best_cpu_ops,
+    cpu_ops,
+)
 
 F32 = torch.float32
 DTYPES = (F32, torch.bfloat16, torch.float16)
@@ -170,13 +176,13 @@ def test_codes_that_are_nan_are_read_as_such(codes: str, backend: str) -> None:
 @by_format
 @by_dtype
 def test_a_row_does_not_depend_on_the_batch(dtype: torch.dtype, codes: str, backend: str) -> None:
-    """As tokens by themselves, which the batch-invariant ops take all of."""
-    args = featured_attention_args(Maker(dtype), [1, 1, 5], [700, 9, 80], 6, 2, 64, **{codes: True})
-    ops = cpu_ops(backend)
-    args["batch"] = one_token_sequences(args["batch"])
-    together = ops.attention(**args)
-    batch = args["batch"]
-    for row in range(7):
+    """A chunk over the end of a span, beside decodes, and each of its tokens alone."""
+    args = featured_attention_args(
+        Maker(dtype), [1, 1, 30], [700, 9, 530], 6, 2, 64, **{codes: True}
+    )
+    together = batch_invariant_cpu_ops(backend).attention(**args)
+    batch = one_token_sequences(args["batch"])
+    for row in range(32):
         lens = batch.seq_lens[row : row + 1]
         starts = torch.tensor([0, 1], dtype=torch.int32)
         table = batch.block_table[row : row + 1]
@@ -189,7 +195,7 @@ def test_a_row_does_not_depend_on_the_batch(dtype: torch.dtype, codes: str, back
             block_table=table,
             num_decodes=1,
         )
-        out = ops.attention(**args | {"q": args["q"][row : row + 1], "batch": alone})
+        out = cpu_ops(backend).attention(**args | {"q": args["q"][row : row + 1], "batch": alone})
         assert torch.equal(out[0], together[row])
 
 

@@ -1,5 +1,5 @@
 """Decodes whose block tables begin alike: their common keys are read once, and every row is
-what it is alone, bit for bit. Only bfloat16 on CPUs that multiply it shares keys."""
+what it is alone, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def shared_args(
     seq_lens: Sequence[int],
     groups: Sequence[tuple[int, int, int]],
     heads: tuple[int, int, int],
+    dtype: torch.dtype = torch.bfloat16,
     **codes: bool,
 ) -> dict[str, Any]:
-    maker = Maker(torch.bfloat16)
+    maker = Maker(dtype)
     args: dict[str, Any] = featured_attention_args(maker, query_lens, seq_lens, *heads, **codes)
     table = args["batch"].block_table
     for first, count, keys in groups:
@@ -68,15 +69,26 @@ def alone(args: dict[str, Any], row: int, token: int) -> dict[str, Any]:
 
 def assert_exact_enough(args: dict[str, Any], out: torch.Tensor) -> None:
     wide = {name: args[name].double() for name in ("q", "k_cache", "v_cache")}
-    exact = ReferenceOps().attention(**(args | wide))
+    exact = ReferenceOps(torch.float64).attention(**(args | wide))
     assert_within_budget(out, exact, ReferenceOps().attention(**args), "attention")
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        ((9, 3, 64), torch.bfloat16),
+        ((14, 2, 40), torch.bfloat16),
+        ((14, 2, 40), torch.float32),
+        ((4, 4, 18), torch.float16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SHARED)
-def test_rows_are_what_they_are_alone(ops: Ops, name: str, heads: tuple[int, int, int]) -> None:
+def test_rows_are_what_they_are_alone(
+    ops: Ops, name: str, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     seq_lens, groups = SHARED[name]
-    args = shared_args([1] * len(seq_lens), seq_lens, groups, heads)
+    args = shared_args([1] * len(seq_lens), seq_lens, groups, heads, dtype)
     together = ops.attention(**args)
     for row in range(0, len(seq_lens), 1 + len(seq_lens) // 16):
         assert torch.equal(ops.attention(**alone(args, row, row))[0], together[row]), row

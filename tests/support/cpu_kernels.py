@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.cpu.batch_invariant import BatchInvariantCpuOps
 from kernels.cpu.build import build, variants
 from kernels.cpu.library import Library, supported_variants
 from kernels.cpu.ops import CpuOps, TorchCpuOps
@@ -36,6 +37,13 @@ def cpu_ops(name: str) -> Ops:
     build()
     (variant,) = (variant for variant in supported_variants() if variant.name == name)
     return CpuOps(Library(variant))
+
+
+def batch_invariant_cpu_ops(name: str) -> BatchInvariantCpuOps:
+    """name is one of VARIANTS."""
+    cpu_ops(name)  # builds it
+    (variant,) = (variant for variant in supported_variants() if variant.name == name)
+    return BatchInvariantCpuOps(Library(variant))
 
 
 def best_cpu_ops() -> Ops:

@@ -4,18 +4,22 @@
 
 namespace pagewire {
 
-bool shares_keys(int dtype) {
+bool is_batch_invariant(int dtype) {
 #if defined(__AVX512BF16__)
-  return dtype == BFLOAT16;  // whose prefill and decode take the same steps
+  return dtype != BFLOAT16;  // whose tiles sum over all keys, not over spans
 #else
   (void)dtype;
-  return false;
+  return true;
 #endif
 }
 
 }  // namespace pagewire
 
 using namespace pagewire;
+
+PAGEWIRE_API int pagewire_attention_is_batch_invariant(int dtype) {
+  return is_batch_invariant(dtype);
+}
 
 PAGEWIRE_API int64_t pagewire_attention(int dtype, const void* q, const void* k_cache,
                                         const void* v_cache, const CacheCodes* codes, void* out,
@@ -25,7 +29,7 @@ PAGEWIRE_API int64_t pagewire_attention(int dtype, const void* q, const void* k_
   int64_t stray = find_stray(*sizes, starts, seq_lens, block_table);
   if (stray >= 0) return stray;
   thread_local AttentionPlan plan;
-  plan.make(*sizes, starts, seq_lens, shares_keys(dtype) ? block_table : nullptr, threads);
+  plan.make(*sizes, starts, seq_lens, block_table, threads);
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     with_cache(codes->format, element, [&](auto cached) {

@@ -19,6 +19,9 @@ struct AttentionSizes {
 
 namespace pagewire {
 
+constexpr int64_t KEYS = 64;   // of a step of the softmax
+constexpr int64_t SPAN = 512;  // keys that a row's sums run over, before they join those of others
+
 struct AttentionItem {
   int64_t sequence, kv_head, kv_heads;
   int64_t first_token, tokens;     // of the flat batch
@@ -30,9 +33,13 @@ struct AttentionItem {
   // Its query rows are ordered by KV head, token, and query head within the group.
   int64_t head_rows(int64_t group) const { return tokens * group; }
   int64_t rows(int64_t group) const { return kv_heads * head_rows(group); }
-  int64_t token(int64_t row, int64_t group) const { return row % head_rows(group) / group; }
-  int64_t head(int64_t row, int64_t group) const {
-    return (kv_head + row / head_rows(group)) * group + row % group;
+  // Calls f(row, token of the item, query head).
+  template <class F>
+  void for_rows(int64_t group, const F& f) const {
+    int64_t row = 0;
+    for (int64_t h = kv_head; h < kv_head + kv_heads; h++)
+      for (int64_t token = 0; token < tokens; token++)
+        for (int64_t i = 0; i < group; i++) f(row++, token, h * group + i);
   }
 };
 
@@ -49,8 +56,8 @@ struct JointItem {
   std::vector<Member> members;
 };
 
-// Whether tokens of this dtype share keys in joint items.
-bool shares_keys(int dtype);
+// Whether a row's result is the same to the bit in an item of its own and in one of many tokens.
+bool is_batch_invariant(int dtype);
 
 // Whether an item of so many tokens reads the cache directly, as decode does.
 bool is_direct(int64_t tokens, int64_t group);
@@ -72,7 +79,6 @@ struct AttentionPlan {
     return n.window == m.window && n.heads == m.heads && n.kv_heads == m.kv_heads &&
            n.head_dim == m.head_dim;
   }
-  // block_table: where joint items are wanted, else null.
   void make(const AttentionSizes& n, const int32_t* starts, const int32_t* seq_lens,
             const int32_t* block_table, int threads);
 

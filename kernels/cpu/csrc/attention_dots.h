@@ -5,14 +5,15 @@
 // are interleaved. With few query rows both are used at once, with many they go to a tile.
 #pragma once
 
-#include "cache_codes.h"
+#include "attention.h"
+#include "attention_fetch.h"
+#include "transpose.h"
 
 #if defined(__AVX512BF16__)
 
 namespace pagewire {
 namespace dots {
 
-constexpr int64_t KEYS = 64;   // a step
 constexpr int64_t LANES = 16;  // keys of a vector
 constexpr int64_t DEPTH = 32;  // bfloat16 elements of a vector
 constexpr int MOST_ROWS = 6;   // of the functions for few rows
@@ -63,37 +64,6 @@ inline __m512i splat_pair(const bf16* from) {
   return _mm512_set1_epi32(pair);
 }
 
-// rows[i][j] becomes rows[j][i], in elements of 32 bits.
-inline void transpose(__m512i (&rows)[16]) {
-  __m512i t[16];
-  PAGEWIRE_UNROLL
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  PAGEWIRE_UNROLL
-  for (int i = 0; i < 16; i += 4) {
-    rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  PAGEWIRE_UNROLL
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  PAGEWIRE_UNROLL
-  for (int i = 0; i < 4; i++) {
-    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    rows[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
 template <class C>
 inline void load_keys(const C* const* keys, int64_t d, int64_t left, __m512i (&columns)[16]) {
   PAGEWIRE_UNROLL
@@ -131,32 +101,6 @@ inline vf exp_of_negative(vf x) {
   __mmask16 counts = _mm512_cmp_ps_mask(power, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return bits_as<vf>(_mm512_maskz_scalef_ps(counts, bits_as<__m512>(p), n));
 }
-
-// Fetches the rows of the tokens that come next, all heads of one token after the other as they
-// lie in memory, a line at a time: a burst would stall, and head by head would cost the double.
-// Into the second level: of two steps the first one holds half, and what is on its way to it
-// would occupy the buffers that the products' own misses wait for.
-template <class C>
-class Fetcher {
- public:
-  Fetcher(const C* const* rows, int64_t count, int64_t elements)
-      : row_(rows), end_(rows + count), elements_(elements) {}
-
-  void operator()() {
-    if (row_ == end_) return;
-    __builtin_prefetch(*row_ + at_, 0, 2);
-    at_ += 64 / int64_t(sizeof(C));
-    if (at_ >= elements_) {
-      at_ = 0;
-      row_++;
-    }
-  }
-
- private:
-  const C *const* row_;
-  const C* const* end_;
-  int64_t elements_, at_ = 0;
-};
 
 // scores[m][16] of M query rows and 16 keys. q is padded with zeros to a multiple of DEPTH.
 template <int M, class C>
@@ -279,14 +223,6 @@ void multiply_tile(const bf16* a, int64_t a_row, const bf16* panel, int64_t pair
     _mm512_storeu_ps(c + m * c_row, sums[m][0]);
     _mm512_storeu_ps(c + m * c_row + LANES, sums[m][1]);
   }
-}
-
-// Calls f with std::integral_constant<int, count>, count in [1, M].
-template <int M, class F>
-void with_rows(int64_t count, const F& f) {
-  if constexpr (M > 1)
-    if (count < M) return with_rows<M - 1>(count, f);
-  f(std::integral_constant<int, M>{});
 }
 
 }  // namespace dots

@@ -15,7 +15,6 @@ using Item = AttentionItem;
 
 namespace {
 
-constexpr int64_t SPAN = 512;        // keys of a decode item
 constexpr int64_t DIRECT_ROWS = 12;  // up to here rows read the cache directly
 // Query rows (tokens x heads) of a prefill item: many, to widen a key seldom, but a short chunk
 // still makes several items.
@@ -40,7 +39,7 @@ void AttentionPlan::make(const AttentionSizes& n, const int32_t* starts, const i
   // them together and reads memory in one run.
   int64_t together = n.sequences >= 4 * threads ? n.kv_heads : 1;
   Sharing sharing;
-  if (block_table != nullptr) sharing.find(n, starts, seq_lens, block_table);
+  sharing.find(n, starts, seq_lens, block_table);
   // Prefill sequences, which come last, hold the longest items: hand those out first.
   for (int64_t r = n.sequences - 1; r >= 0; r--) {
     int64_t query_len = starts[r + 1] - starts[r], seq_len = seq_lens[r];

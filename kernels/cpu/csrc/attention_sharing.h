@@ -27,19 +27,18 @@ class Sharing {
         // A token's own key is its last one, and no one else's.
         int64_t most = std::min(seq_lens[leader], seq_lens[r]) - 1, same = 1;
         while ((same + 1) * n.block_size <= most && blocks[same] == others[same]) same++;
-        int64_t keys = std::min(same * n.block_size, most) / STEP * STEP;
+        int64_t keys = std::min(same * n.block_size, most) / KEYS * KEYS;
         if (keys >= LEAST_KEYS) alike.push_back({keys, r});
       }
       join(leader, alike);
     }
   }
 
-  // How many keys of a sequence are also its leader's: 0, or a multiple of STEP.
+  // How many keys of a sequence are also its leader's: 0, or a multiple of KEYS.
   int64_t keys_of(int64_t r) const { return sequences_.empty() ? 0 : sequences_[size_t(r)].keys; }
   int64_t leader_of(int64_t r) const { return sequences_[size_t(r)].leader; }
 
  private:
-  static constexpr int64_t STEP = 64;         // keys of a step of the softmax
   static constexpr int64_t LEAST_KEYS = 128;  // for fewer it is not worth its while
   static constexpr int64_t LEAST_MEMBERS = 3;
 

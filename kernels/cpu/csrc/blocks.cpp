@@ -45,13 +45,11 @@ class Plans {
  public:
   void clear() { used_ = 0; }
 
-  const AttentionPlan& of(const AttentionSizes& n, const BlockBatch& batch, int dtype,
-                          int threads) {
+  const AttentionPlan& of(const AttentionSizes& n, const BlockBatch& batch, int threads) {
     for (size_t i = 0; i < used_; i++)
       if (plans_[i].fits(n)) return plans_[i];
     if (used_ == plans_.size()) plans_.emplace_back();
-    const int32_t* block_table = shares_keys(dtype) ? batch.block_table : nullptr;
-    plans_[used_].make(n, batch.starts, batch.seq_lens, block_table, threads);
+    plans_[used_].make(n, batch.starts, batch.seq_lens, batch.block_table, threads);
     return plans_[used_++];
   }
 
@@ -143,7 +141,7 @@ struct Blocks {
       C *k_cache = static_cast<C*>(block.k_cache), *v_cache = static_cast<C*>(block.v_cache);
       rope_and_cache(rope_sizes(block), norms, qkv, k, v, batch.positions, block.cos_sin, k_cache,
                      v_cache, block.codes, batch.slots, threads);
-      attention(sizes, plans.of(sizes, batch, dtype, threads), static_cast<const T*>(qkv),
+      attention(sizes, plans.of(sizes, batch, threads), static_cast<const T*>(qkv),
                 static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), block.codes,
                 attended, batch.starts, batch.seq_lens, batch.block_table, threads);
     });

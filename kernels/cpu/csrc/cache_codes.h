@@ -117,11 +117,6 @@ inline void store_codes(void* to, Codes codes, int64_t n) {
   std::memcpy(to, &codes, size_t(n));
 }
 
-template <class T>
-inline vf load_some(const T* p, int64_t n) {
-  return n >= W ? load(p) : load_first(p, n);
-}
-
 // A head's row x as codes of x / scale.
 template <class T>
 void encode_row(const T* x, float scale, int64_t dim, e4m3* to) {

@@ -49,7 +49,14 @@ inline To bits_as(From from) {
 
 inline vf splat(float x) { return x - vf{}; }
 
-inline vf max(vf a, vf b) { return a > b ? a : b; }
+// b where one is NaN.
+inline vf max(vf a, vf b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return bits_as<vf>(_mm256_max_ps(bits_as<__m256>(a), bits_as<__m256>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // One element of each type.
 
@@ -154,6 +161,11 @@ inline vf load_first(const T* p, int64_t n) {
   std::memcpy(padded, p, size_t(n) * sizeof(T));
   return load(padded);
 }
+// The first n, be they none or all.
+template <class T>
+inline vf load_some(const T* p, int64_t n) {
+  return n >= W ? load(p) : n > 0 ? load_first(p, n) : vf{};
+}
 template <class T>
 inline void store_first(T* p, vf v, int64_t n) {
   T padded[W];
@@ -182,6 +194,11 @@ inline float sum(vf v) {
 inline float max_lane(vf v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(bits_as<__m512>(v));
+#elif defined(__AVX2__)
+  __m256 eight = bits_as<__m256>(v);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #endif
   float best = v[0];
   for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
@@ -199,29 +216,6 @@ inline double sum(vd v) {
   double total = 0;
   for (int i = 0; i < W; i++) total += v[i];
   return total;
-}
-
-// to[j * to_row + i] = from[i * from_row + j] for i, j in [0, 4)
-inline void transpose4(const float* from, int64_t from_row, float* to, int64_t to_row) {
-  typedef float v4 __attribute__((vector_size(16)));
-#if defined(__clang__) || __GNUC__ >= 12
-#define PAGEWIRE_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-  typedef int32_t i4 __attribute__((vector_size(16)));
-#define PAGEWIRE_PICK(a, b, ...) __builtin_shuffle(a, b, i4{__VA_ARGS__})
-#endif
-  v4 rows[4];
-  PAGEWIRE_UNROLL
-  for (int i = 0; i < 4; i++) std::memcpy(&rows[i], from + i * from_row, sizeof(v4));
-  v4 low0 = PAGEWIRE_PICK(rows[0], rows[1], 0, 4, 1, 5);
-  v4 high0 = PAGEWIRE_PICK(rows[0], rows[1], 2, 6, 3, 7);
-  v4 low1 = PAGEWIRE_PICK(rows[2], rows[3], 0, 4, 1, 5);
-  v4 high1 = PAGEWIRE_PICK(rows[2], rows[3], 2, 6, 3, 7);
-  v4 columns[4] = {PAGEWIRE_PICK(low0, low1, 0, 1, 4, 5), PAGEWIRE_PICK(low0, low1, 2, 3, 6, 7),
-                   PAGEWIRE_PICK(high0, high1, 0, 1, 4, 5), PAGEWIRE_PICK(high0, high1, 2, 3, 6, 7)};
-  PAGEWIRE_UNROLL
-  for (int j = 0; j < 4; j++) std::memcpy(to + j * to_row, &columns[j], sizeof(v4));
-#undef PAGEWIRE_PICK
 }
 
 // e^x within 2 ulp; exactly 0 below -87.3, at most e^88.37; NaN stays NaN.
