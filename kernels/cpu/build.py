@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "csrc"
 COMMAND = "python -m kernels.cpu.build"
 
-_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
           "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")  # fmt: skip
 _X86_V3 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
 _X86_V4 = (*_X86_V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
@@ -40,30 +40,31 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The same sources for one instruction set. level orders them; the greatest that the
-    CPU supports is used."""
+    """The same sources for one instruction set."""
 
     name: str
-    level: int
+    """As csrc/machine.cpp knows it too."""
     flags: tuple[str, ...]
 
     def path(self) -> Path:
-        digest = hashlib.sha256(repr((_FLAGS, self.flags)).encode())
+        digest = hashlib.sha256(repr((FLAGS, self.flags)).encode())
         for source in sorted(SOURCES.iterdir()):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
         return FOLDER / f"pagewire_{self.name}_{digest.hexdigest()[:16]}.so"
 
 
 def variants() -> tuple[Variant, ...]:
-    """Those of this machine's architecture, lowest level first."""
-    portable = Variant("portable", 0, ())
+    """Those of this machine's architecture, by preference, best last: the last that the CPU
+    runs is used. A CPU need not run all that come before it."""
+    portable = Variant("portable", ())
     if platform.machine() not in ("x86_64", "AMD64"):
         return (portable,)
     return (
         portable,
-        Variant("avx2", 1, _X86_V3),
-        Variant("avx512", 2, _X86_V4),
-        Variant("avx512_bf16", 3, (*_X86_V4, "-mavx512vnni", "-mavx512bf16")),
+        Variant("avx2", _X86_V3),
+        Variant("avx_vnni", (*_X86_V3, "-mavxvnni")),
+        Variant("avx512", _X86_V4),
+        Variant("avx512_bf16", (*_X86_V4, "-mavx512vnni", "-mavx512bf16")),
     )
 
 
@@ -80,16 +81,17 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler: set CXX, or install g++, clang++ or the ziglang wheel")
 
 
-def cpu_level(portable: Path) -> int:
-    """The level of the best variant that this CPU runs, by asking the portable one."""
-    level = ctypes.CDLL(str(portable)).pagewire_cpu_level()
-    assert isinstance(level, int)
-    return level
+def cpu_runs(portable: Path, variant: Variant) -> bool:
+    """Whether this CPU runs variant, by asking the portable one's library."""
+    answer = ctypes.CDLL(str(portable)).pagewire_cpu_runs(variant.name.encode())
+    assert answer in (0, 1), f"machine.cpp does not know the variant {variant.name}"
+    return bool(answer)
 
 
 def build(*, every: bool = False, force: bool = False) -> list[Path]:
     """Builds the variants that this CPU runs (every: all of its architecture, for an image
-    that travels) where missing; returns their libraries. Raises BuildError."""
+    that travels) where missing; returns their libraries. Leaves out, and says so on stderr,
+    those whose flags the compiler does not know. Raises BuildError."""
     portable, *others = variants()
     with (
         tempfile.TemporaryDirectory(prefix=".build-", dir=FOLDER) as scratch,
@@ -97,12 +99,11 @@ def build(*, every: bool = False, force: bool = False) -> list[Path]:
     ):
         try:
             libraries = [_Build(portable, Path(scratch), pool, force=force).finish()]
-            level = cpu_level(libraries[0])
             # All at once: no core waits while a variant's last source is compiled.
             builds = [
                 _Build(variant, Path(scratch), pool, force=force)
                 for variant in others
-                if every or variant.level <= level
+                if (every or cpu_runs(libraries[0], variant)) and _can_build(variant, Path(scratch))
             ]
             libraries += [it.finish() for it in builds]
         except BuildError:
@@ -113,6 +114,27 @@ def build(*, every: bool = False, force: bool = False) -> list[Path]:
         if path not in current:
             path.unlink(missing_ok=True)
     return libraries
+
+
+def refusal(variant: Variant, scratch: Path) -> str:
+    """What the compiler says against the flags of variant; empty if it knows them."""
+    source = scratch / "empty.cpp"
+    source.touch()
+    command = [*find_compiler(), *variant.flags, "-c", str(source), "-o", f"{source}.o"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
+    return (done.stderr or done.stdout).strip() if done.returncode else ""
+
+
+def _can_build(variant: Variant, scratch: Path) -> bool:
+    if variant.path().exists():
+        return True
+    said = refusal(variant, scratch)
+    if said:
+        sys.stderr.write(
+            f"kernels.cpu: WITHOUT the variant {variant.name}, whose instructions the compiler "
+            f"does not know: {said}\n"
+        )
+    return not said
 
 
 class _Build:
@@ -150,7 +172,7 @@ class _Build:
 
     def _compile(self, source: Path) -> Path:
         target = self._scratch / f"{self._variant.name}-{source.stem}.o"
-        flags = [*_FLAGS, *self._variant.flags]
+        flags = [*FLAGS, *self._variant.flags]
         _run([*self._compiler, *flags, "-c", str(source), "-o", str(target)])
         return target
 

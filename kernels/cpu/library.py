@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_level, variants
+from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_runs, variants
 
 if TYPE_CHECKING:
     from kernels.ops import Activation
@@ -208,8 +208,7 @@ def supported_variants() -> list[Variant]:
     portable, *_ = variants()
     if not portable.path().exists():
         return []
-    level = cpu_level(portable.path())
-    return [v for v in variants() if v.level <= level and v.path().exists()]
+    return [v for v in variants() if v.path().exists() and cpu_runs(portable.path(), v)]
 
 
 def why_missing() -> str:

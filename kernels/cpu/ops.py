@@ -119,7 +119,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         self._memory = WeightMemory()
         self.variant = lib.variant.name
         # Without byte dot products, codes are slower than floats.
-        self.computes_quantized = lib.variant.level > 0
+        self.computes_quantized = lib.variant.name != "portable"
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
         weight = weight.contiguous()

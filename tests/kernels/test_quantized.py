@@ -17,6 +17,7 @@ from kernels.quantized import FORMATS, QuantizedTensor, dequantize, quantize_q8_
 from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
 from tests.support.cpu_kernels import VARIANTS, cpu_ops, threads
+from tests.support.emulated import emulated_avx_vnni
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,9 +31,23 @@ SHAPES = ((16, 1, 1), (33, 3, 7), (131, 2, 37), (7, 5, 4))
 """Rows, blocks of 256 features or of the format, tokens."""
 
 
-@pytest.fixture(params=VARIANTS)
+EMULATED = "avx_vnni_emulated"
+
+
+@pytest.fixture(scope="module")
+def emulated_ops(tmp_path_factory: pytest.TempPathFactory) -> CpuOps:
+    if "avx2" not in VARIANTS:
+        pytest.skip("avx_vnni is emulated by AVX2, which this CPU does not have")
+    return emulated_avx_vnni(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(params=[*VARIANTS, EMULATED])
 def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    made = cpu_ops(request.param)
+    """What this CPU runs, and avx_vnni by emulation: see tests/support/emulated.py."""
+    if request.param == EMULATED:
+        made = request.getfixturevalue("emulated_ops")
+    else:
+        made = cpu_ops(request.param)
     assert isinstance(made, CpuOps)
     with threads(2):
         yield made

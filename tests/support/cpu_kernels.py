@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +20,24 @@ if TYPE_CHECKING:
 
     from kernels.ops import Ops
 
-# torch's word for the CPU: collecting tests should not have to build anything.
-_LEVEL = {"AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), 0)
-if _LEVEL == 2 and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported():
-    _LEVEL = 3
-VARIANTS = tuple(variant.name for variant in variants() if variant.level <= _LEVEL)
-"""The C++ libraries that this CPU runs; test_cpu.py checks this list."""
+# The system's words for what the CPU has: collecting tests should not have to build anything.
+_AVX512 = {"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+NEEDS: dict[str, set[str]] = {
+    "portable": set(),
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx_vnni": {"avx2", "fma", "f16c", "avx_vnni"},
+    "avx512": _AVX512,
+    "avx512_bf16": {*_AVX512, "avx512_vnni", "avx512_bf16"},
+}
+
+
+def _cpu_flags() -> set[str]:
+    text = Path("/proc/cpuinfo").read_text()
+    return set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+
+
+VARIANTS = tuple(variant.name for variant in variants() if NEEDS[variant.name] <= _cpu_flags())
+"""The C++ libraries that this CPU runs, best last; test_cpu.py checks this list."""
 BACKENDS = ("torch", *VARIANTS)
 REFERENCE = ReferenceOps()
 

@@ -16,7 +16,7 @@ namespace quant {
 namespace {
 
 constexpr int ROWS = W == 16 ? 16 : 4;  // of a register tile
-constexpr int ABREAST = 8;              // rows whose sums of bytes grow in turn
+constexpr int ABREAST = W == 16 ? 8 : 4;  // rows whose sums of bytes grow in turn
 constexpr int64_t AHEAD = 4096;         // bytes between a code and what is fetched meanwhile
 constexpr int32_t LEAST_OFFSET = 8;     // of the formats that have one; the others' are multiples
 
@@ -29,8 +29,9 @@ struct PreparedBlock {
   int32_t start_half, start;
 };
 
-#if defined(__AVX512VNNI__)
-#define PAGEWIRE_BYTE_DOTS
+// PAGEWIRE_EMULATED_BYTE_DOTS: for tests on CPUs without them, what is done with these
+// instructions, but by dot4's general arithmetic.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(PAGEWIRE_EMULATED_BYTE_DOTS)
 constexpr bool BYTE_DOTS = true;
 #else
 constexpr bool BYTE_DOTS = false;
@@ -76,9 +77,12 @@ inline vs dot2_less_128(vi codes, vi x) {
 
 // sum += dot product of the four unsigned bytes and the four signed bytes of each lane.
 inline vi dot4(vi sum, vi codes, vi x) {
-#if defined(PAGEWIRE_BYTE_DOTS)
+#if defined(__AVX512VNNI__)
   return bits_as<vi>(
       _mm512_dpbusd_epi32(bits_as<__m512i>(sum), bits_as<__m512i>(codes), bits_as<__m512i>(x)));
+#elif defined(__AVXVNNI__)
+  return bits_as<vi>(
+      _mm256_dpbusd_avx_epi32(bits_as<__m256i>(sum), bits_as<__m256i>(codes), bits_as<__m256i>(x)));
 #else
   // Even and odd bytes as words, whose products fit: 255 * 128 < 2^15.
   vs even = bits_as<vs>(codes & 0x00ff00ff), odd = bits_as<vs>(bits_as<vw>(codes) >> 8);
