@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import uvloop
 
+from pagewire import grpc_core
 from pagewire.config import FrontendConfig
 from pagewire.errors import ConfigError
 from pagewire.obs.logging import setup_logging
@@ -16,9 +16,7 @@ from pagewire.wire.sockets import BindError
 
 def main(argv: list[str] | None = None) -> int:
     """0 after a signal and a drain, 2 for a configuration that cannot work."""
-    # Before grpc is imported: C-core has a line of its own for each connection that
-    # speaks no TLS, and strangers could fill the log with them.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    grpc_core.configure()
     try:
         config = load_config(FrontendConfig, argv, prog="python -m frontend")
         setup_logging("frontend", config.log_level, config.log_format)
@@ -32,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
 async def _run(config: FrontendConfig) -> None:
     from frontend.server import Frontend
 
-    await Frontend(config).run()
+    with grpc_core.patient_threads():
+        frontend = Frontend(config)
+    await frontend.run()
 
 
 if __name__ == "__main__":

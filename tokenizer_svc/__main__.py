@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from pagewire import grpc_core
 from pagewire.config import TokenizerConfig
 from pagewire.errors import ConfigError, InternalError, ModelLoadError
 from pagewire.model_source import resolve_model
@@ -49,6 +50,7 @@ def _serve(config: TokenizerConfig) -> None:
         max_waiting_bytes=_WAITING_MESSAGES * config.tokenizer_max_message_mib << 20,
         hang_timeout=config.tokenizer_hang_timeout,
     )
+    grpc_core.configure()
     import uvloop
 
     from tokenizer_svc.server import run

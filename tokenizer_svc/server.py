@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pagewire import collector
+from pagewire import collector, grpc_core
 from pagewire.errors import ConfigError
 from pagewire.obs import ready
 from pagewire.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
@@ -130,7 +130,8 @@ async def run(config: TokenizerConfig, pool: WorkerPool, model_name: str) -> Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    server = TokenizerServer(config, pool, model_name)
+    with grpc_core.patient_threads():
+        server = TokenizerServer(config, pool, model_name)
     try:
         starting = asyncio.create_task(server.start())
         stopping = asyncio.create_task(signals.wait())

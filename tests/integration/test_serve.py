@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import psutil
@@ -13,9 +14,6 @@ import pytest
 from pagewire.v1 import common_pb2, inference_pb2
 from tests.support.stack import Stack, connect, launch, read_stream, running_stack
 from tests.support.tiny_model import TinySpec, write_hf
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,6 +64,16 @@ async def test_two_servers_on_one_host_under_a_long_tmpdir(stack: Stack, tmp_pat
 
 
 # vllm-project/vllm#34730, #24885, #36964
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+@pytest.mark.parametrize("room", ["frontend", "tokenizer_svc"])
+def test_the_event_loop_is_not_preempted_by_what_polls_for_it(stack: Stack, room: str) -> None:
+    pid = stack.pids[room]
+    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    policies = {thread: os.sched_getscheduler(thread) for thread in threads}
+    assert policies.pop(pid) == os.SCHED_OTHER
+    assert os.SCHED_BATCH in policies.values()
+
+
 async def test_sigterm_lets_running_streams_finish_and_exits_0(tiny_model: Path) -> None:
     with running_stack(f"--model={tiny_model}", *TINY_FLAGS, "--drain-timeout=200") as stack:
         async with connect(stack) as api:
