@@ -32,6 +32,7 @@ from pagewire.config import (
     ServeConfig,
     TokenizerConfig,
 )
+from pagewire.cores import allowed_cores
 from pagewire.errors import ConfigError
 from pagewire.obs.logging import setup_logging
 from pagewire.obs.ready import (
@@ -346,7 +347,7 @@ def _rooms(config: ServeConfig, directory: Path) -> list[_Room]:
     }
     cpu_threads = config.cpu_threads
     if cpu_threads is None and config.num_engines > 1:
-        cpu_threads = max(1, len(os.sched_getaffinity(0)) // config.num_engines)
+        cpu_threads = max(1, allowed_cores() // config.num_engines)
     result = []
     for name, cls in rooms.items():
         ready_file = directory / f"{name}.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 
 from engine_core.device.memory import MemoryBudget, available_memory, parse_memory_size
 from kernels.cpu.memory import map_pages
+from pagewire.cores import allowed_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,13 +134,3 @@ def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         for flag in line.partition(":")[2].split()
     }
     return bool(flags & _BFLOAT16_FLAGS)
-
-
-def allowed_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores of the affinity mask, or fewer where a cgroup quota allows less time."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = cpu_max.read_text().split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores

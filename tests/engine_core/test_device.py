@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from engine_core.device.cpu import CpuDevice, allowed_cores, multiplies_bfloat16
+from engine_core.device.cpu import CpuDevice, multiplies_bfloat16
 from engine_core.device.select import select_device
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
@@ -46,15 +46,6 @@ def test_dtypes() -> None:
     auto = torch.bfloat16 if multiplies_bfloat16() else torch.float32
     assert device.resolve_dtype("auto", "float16") == auto
     assert device.resolve_dtype("float16", "float32") == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("content", "most"), [("max 100000", 1 << 20), ("150000 100000", 1), ("50000 100000", 1)]
-)
-def test_cores_heed_the_quota(tmp_path: Path, content: str, most: int) -> None:
-    path = tmp_path / "cpu.max"
-    path.write_text(content)
-    assert 1 <= allowed_cores(path) <= most
 
 
 def test_threads() -> None:

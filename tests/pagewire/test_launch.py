@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagewire.config import ServeConfig
+from pagewire.cores import allowed_cores
 from pagewire.launch import _rooms, runtime_directory
 from pagewire.obs.ready import read_ready_file
 
@@ -207,7 +208,7 @@ def test_several_engines(launcher: Launcher, tmp_path: Path) -> None:
     addresses = frontend["--engine-address"].split(",")
     assert sorted(it["--engine-bind"] for it in flags) == sorted(addresses)
     assert len(set(addresses)) == 3
-    cores = max(1, len(os.sched_getaffinity(0)) // 3)
+    cores = max(1, allowed_cores() // 3)
     assert {it["--cpu-threads"] for it in flags} == {str(cores)}
     # Each is watched by itself.
     os.kill(pids["engine_core.1"], signal.SIGKILL)

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from engine_core.device.cpu import CpuDevice, allowed_cores
+from engine_core.device.cpu import CpuDevice
 from engine_core.engine_builder import build_engine
 from engine_core.parallel.ranks import SoleRank
 from engine_core.sched.plan import NewSeq, SeqStep, StepPlan
 from engine_core.sim_builder import build_simulated
 from pagewire.config import EngineConfig
+from pagewire.cores import allowed_cores
 from pagewire.errors import ConfigError
 from pagewire.settings import load_config
 from pagewire.types import SamplingParams
