@@ -73,14 +73,20 @@ struct Blocks {
   }
 
   PreparedRows norm(const Block& block) const {
-    T* x = residual;
-    if (block.norm != nullptr) {
-      x = normed();
-      for_rows(batch.tokens, hidden, threads, [&](int64_t t) {
-        normalize(residual + t * hidden, static_cast<const T*>(block.norm), x + t * hidden, hidden,
-                  block.eps);
+    const T* weight = static_cast<const T*>(block.norm);
+    if (weight == nullptr)
+      return prepare(block.in, dtype, residual, hidden, batch.tokens, threads);
+    if (!reads_directly(block.in, dtype))
+      return prepare_rows(block.in, batch.tokens, threads, [&](int64_t t) {
+        struct Row;
+        T* x = scratch<Row, T>(size_t(hidden));
+        normalize(residual + t * hidden, weight, x, hidden, block.eps);
+        return x;
       });
-    }
+    T* x = normed();
+    for_rows(batch.tokens, hidden, threads, [&](int64_t t) {
+      normalize(residual + t * hidden, weight, x + t * hidden, hidden, block.eps);
+    });
     return prepare(block.in, dtype, x, hidden, batch.tokens, threads);
   }
 

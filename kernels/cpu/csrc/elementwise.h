@@ -9,22 +9,6 @@
 
 namespace pagewire {
 
-// Rows so few that waking threads costs more than it saves.
-constexpr int64_t SERIAL_ELEMENTS = 16384;
-
-inline int threads_for(int64_t elements, int threads) { return elements < SERIAL_ELEMENTS ? 1 : threads; }
-
-// Rows per item, so that an item is worth its atomic increment.
-template <class Body>
-void for_rows(int64_t rows, int64_t row_elements, int threads, const Body& body) {
-  int64_t per_item = 1 + 4096 / (row_elements + 1);
-  int64_t items = (rows + per_item - 1) / per_item;
-  parallel_for(items, threads_for(rows * row_elements, threads), [&](int64_t item) {
-    int64_t end = (item + 1) * per_item < rows ? (item + 1) * per_item : rows;
-    for (int64_t row = item * per_item; row < end; row++) body(row);
-  });
-}
-
 template <class T>
 float sum_of_squares(const T* x, int64_t n) {
   vf total[2] = {};

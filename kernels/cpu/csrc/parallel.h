@@ -37,6 +37,20 @@ void parallel_for(int64_t n, int threads, const Body& body) {
   });
 }
 
+// Elements of rows that are worth a range of their own, which costs some atomic operations.
+constexpr int64_t RANGE_ELEMENTS = 2048;
+
+// Calls body(row) once for each row in [0, rows), in no order; a row takes the time of row_elements
+// that are read, computed a little with and written.
+template <class Body>
+void for_rows(int64_t rows, int64_t row_elements, int threads, const Body& body) {
+  int64_t per_item = 1 + (RANGE_ELEMENTS - 1) / (row_elements + 1);
+  parallel_ranges((rows + per_item - 1) / per_item, threads, [&](int64_t begin, int64_t end) {
+    int64_t last = end * per_item < rows ? end * per_item : rows;
+    for (int64_t row = begin * per_item; row < last; row++) body(row);
+  });
+}
+
 // Memory of the calling thread that lives until its next call, for one purpose each.
 template <class Tag, class T>
 T* scratch(size_t n) {

@@ -14,18 +14,22 @@ struct PreparedRows {
   int64_t row_bytes, count;
 };
 
-// x [rows, w.in], prepared in memory of the calling thread that lives until its next call; x itself
-// where that will do.
+// Rows of w.in numbers, prepared in memory of the calling thread that lives until its next call.
+// row(r) is where row r lies, or, on the thread that asks, has just been made.
+template <class Row>
+PreparedRows prepare_rows(const PackedWeight& w, int64_t rows, int threads, const Row& row) {
+  int64_t row_bytes = prepared_row_bytes(w);
+  char* to = scratch<PreparedRows, char>(size_t(rows * row_bytes));
+  for_rows(rows, w.in, threads, [&](int64_t r) { prepare_row(w, row(r), to + r * row_bytes); });
+  return {to, row_bytes, rows};
+}
+
+// x [rows, w.in], prepared; x itself where that will do.
 template <class T>
 PreparedRows prepare(const PackedWeight& w, int dtype, const T* x, int64_t x_row, int64_t rows,
                      int threads) {
   if (reads_directly(w, dtype)) return {x, x_row * int64_t(sizeof(T)), rows};
-  struct Prepared;
-  int64_t row_bytes = prepared_row_bytes(w);
-  char* to = scratch<Prepared, char>(size_t(rows * row_bytes));
-  if (rows * w.in < 16384) threads = 1;
-  parallel_for(rows, threads, [&](int64_t r) { prepare_row(w, x + r * x_row, to + r * row_bytes); });
-  return {to, row_bytes, rows};
+  return prepare_rows(w, rows, threads, [&](int64_t r) { return x + r * x_row; });
 }
 
 // Rows whose sums of a panel are looked at together: they stay in the first-level cache.

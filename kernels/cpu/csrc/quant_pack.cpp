@@ -163,7 +163,7 @@ PAGEWIRE_API int64_t pagewire_quant_rows(int dtype, int format, const uint8_t* p
     with_format(format, [&](auto f) {
       using F = decltype(f);
       int64_t blocks = in / BLOCK, group_bytes = F::group_bytes(blocks);
-      parallel_for(tokens, tokens * in < 16384 ? 1 : threads, [&](int64_t t) {
+      for_rows(tokens, in, threads, [&](int64_t t) {
         unpack_row<F>(packed + ids[t] / GROUP * group_bytes, ids[t] % GROUP, blocks,
                       static_cast<T*>(out) + t * in);
       });

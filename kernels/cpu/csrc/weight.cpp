@@ -236,7 +236,7 @@ PAGEWIRE_API int64_t pagewire_packed_rows(int dtype, const void* packed, int64_t
     if (ids[t] < 0 || ids[t] >= rows) return t;
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    parallel_for(tokens, tokens * in < 16384 ? 1 : threads, [&](int64_t t) {
+    for_rows(tokens, in, threads, [&](int64_t t) {
       unpack_row(static_cast<const T*>(packed), in, ids[t], static_cast<T*>(out) + t * in);
     });
   });
