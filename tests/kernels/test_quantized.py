@@ -18,6 +18,7 @@ from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
 from tests.support.cpu_kernels import VARIANTS, cpu_ops, threads
 from tests.support.emulated import emulated_avx_vnni
+from tests.support.quantized_weights import exact_activations, half_floats_at, random_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,33 +52,6 @@ def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     assert isinstance(made, CpuOps)
     with threads(2):
         yield made
-
-
-def random_weight(name: str, rows: int, blocks: int, seed: int = 0) -> QuantizedTensor:
-    """Random codes and block scales under half floats that are sound."""
-    kind = FORMATS[name]
-    generator = torch.Generator().manual_seed(seed)
-    size = (rows, blocks * kind.block_bytes)
-    data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-    halves = {"Q6_K": [208]}.get(name, [0, 2] if name in _WITH_MIN else [0])
-    for at in halves:
-        values = (torch.rand(rows, blocks, 1, generator=generator) - 0.5) / 32
-        view = data.view(rows, blocks, kind.block_bytes)
-        view[..., at : at + 2] = values.half().view(torch.uint8)
-    return QuantizedTensor(name, (rows, blocks * kind.block), data)
-
-
-_WITH_MIN = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-
-
-def exact_activations(tokens: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whose quantization loses nothing: integers of which each block has one of +-127,
-    times a power of two of its own."""
-    generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(-127, 128, (tokens, in_features // 32, 32), generator=generator)
-    codes[:, ::2, 5], codes[:, 1::2, 31] = 127, -127
-    exponents = torch.randint(-9, -4, (tokens, in_features // 32, 1), generator=generator)
-    return (codes * 2.0**exponents).view(tokens, in_features).to(dtype)
 
 
 def product(
@@ -184,7 +158,7 @@ def test_greatest_codes_do_not_saturate(ops: CpuOps, name: str, fill: int) -> No
     weight = random_weight(name, 16, 2)
     kind = FORMATS[name]
     blocks = weight.data.view(16, 2, kind.block_bytes)
-    ends = [208] if name == "Q6_K" else [0, 2] if name in _WITH_MIN else [0]
+    ends = half_floats_at(name)
     halves = [blocks[..., at : at + 2].clone() for at in ends]
     blocks.fill_(fill)
     for at, half in zip(ends, halves, strict=True):
