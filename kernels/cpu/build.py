@@ -32,6 +32,7 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
           "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")  # fmt: skip
 _X86_V3 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
 _X86_V4 = (*_X86_V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+_X86_DOTS = (*_X86_V4, "-mavx512vnni", "-mavx512bf16")
 
 
 class BuildError(Exception):
@@ -45,6 +46,8 @@ class Variant:
     name: str
     """As csrc/machine.cpp knows it too."""
     flags: tuple[str, ...]
+    uses_tiles: bool = False
+    """Registers that a process must ask for: request_tiles()."""
 
     def path(self) -> Path:
         digest = hashlib.sha256(repr((FLAGS, self.flags)).encode())
@@ -64,7 +67,8 @@ def variants() -> tuple[Variant, ...]:
         Variant("avx2", _X86_V3),
         Variant("avx_vnni", (*_X86_V3, "-mavxvnni")),
         Variant("avx512", _X86_V4),
-        Variant("avx512_bf16", (*_X86_V4, "-mavx512vnni", "-mavx512bf16")),
+        Variant("avx512_bf16", _X86_DOTS),
+        Variant("amx", (*_X86_DOTS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), uses_tiles=True),
     )
 
 
@@ -86,6 +90,14 @@ def cpu_runs(portable: Path, variant: Variant) -> bool:
     answer = ctypes.CDLL(str(portable)).pagewire_cpu_runs(variant.name.encode())
     assert answer in (0, 1), f"machine.cpp does not know the variant {variant.name}"
     return bool(answer)
+
+
+def request_tiles(portable: Path) -> int:
+    """Asks the system, through the portable library, to let this process use tile registers.
+    Returns 0, or the errno of the refusal."""
+    error = ctypes.CDLL(str(portable)).pagewire_request_tiles()
+    assert isinstance(error, int)
+    return error
 
 
 def build(*, every: bool = False, force: bool = False) -> list[Path]:

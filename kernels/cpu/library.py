@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_runs, variants
+from kernels.cpu.build import COMMAND, FOLDER, Variant, cpu_runs, request_tiles, variants
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kernels.ops import Activation
+
+_log = logging.getLogger(__name__)
 
 FLOAT_CACHE, E4M3_CACHE, INT8_CACHE = 0, 1, 2
 """The codes of enum CacheFormat in csrc/cache_codes.h."""
@@ -204,11 +211,22 @@ class Library:
 
 
 def supported_variants() -> list[Variant]:
-    """The built variants that this CPU runs, best last; empty if the build is missing."""
+    """The built variants that this CPU runs, best last; empty if the build is missing. What
+    the system refuses to this process is left out, with a warning in the log."""
     portable, *_ = variants()
     if not portable.path().exists():
         return []
-    return [v for v in variants() if v.path().exists() and cpu_runs(portable.path(), v)]
+    runs = [v for v in variants() if v.path().exists() and cpu_runs(portable.path(), v)]
+    return [v for v in runs if not v.uses_tiles or _may_use_tiles(portable.path(), v.name)]
+
+
+@cache
+def _may_use_tiles(portable: Path, name: str) -> bool:
+    error = request_tiles(portable)
+    if error:
+        reason = os.strerror(error)
+        _log.warning("CPU ops: without %s: the system refuses tile registers: %s", name, reason)
+    return error == 0
 
 
 def why_missing() -> str:

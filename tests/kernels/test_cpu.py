@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -87,6 +90,31 @@ def test_missing_and_stale_builds_are_told_apart(
     (tmp_path / "pagewire_portable_0123.so").touch()
     assert type(load_cpu_ops()) is TorchCpuOps
     assert "older than their sources" in caplog.text
+
+
+def test_a_process_that_is_refused_tiles_runs_the_next_variant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    best_cpu_ops()
+    portable, *_ = build.variants()
+    tiled = replace(library.supported_variants()[-1], uses_tiles=True)
+    monkeypatch.setattr(library, "variants", lambda: (portable, tiled))
+    for error, usable in ((errno.ENOSPC, [portable]), (0, [portable, tiled])):
+        monkeypatch.setattr(library, "request_tiles", lambda _, error=error: error)
+        library._may_use_tiles.cache_clear()
+        assert library.supported_variants() == library.supported_variants() == usable
+    library._may_use_tiles.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"CPU ops: without {tiled.name}: the system refuses tile registers: "
+        + os.strerror(errno.ENOSPC)
+    )
+
+
+def test_the_system_grants_tiles_where_the_cpu_has_them() -> None:
+    best_cpu_ops()
+    portable, *_ = build.variants()
+    assert (build.request_tiles(portable.path()) == 0) == ("amx" in VARIANTS)
 
 
 def test_only_one_openmp_runtime_is_mapped() -> None:

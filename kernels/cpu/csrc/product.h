@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "parallel.h"
+#include "tiles.h"
 #include "weight.h"
 
 namespace pagewire {
@@ -32,8 +33,9 @@ PreparedRows prepare(const PackedWeight& w, int dtype, const T* x, int64_t x_row
   return prepare_rows(w, rows, threads, [&](int64_t r) { return x + r * x_row; });
 }
 
-// Rows whose sums of a panel are looked at together: they stay in the first-level cache.
-constexpr int64_t ROW_BLOCK = 48;
+// Rows whose sums of a panel are looked at together: they stay in the first-level cache. A multiple
+// of what a product takes at once.
+constexpr int64_t ROW_BLOCK = HAS_TILES ? 64 : 48;
 
 // Calls body(panel, first row, rows) for every panel and block of rows. Threads are handed both, as
 // the last panel of a prompt would keep one thread for a while when the others have nothing left.
@@ -42,6 +44,7 @@ void for_panels(int64_t panels, int64_t rows, int64_t in, int threads, const Bod
   if (rows * in * panels * PANEL < 65536) threads = 1;  // less than it takes to hand it out
   int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
   parallel_ranges(panels * blocks, threads, [&](int64_t begin, int64_t end) {
+    [[maybe_unused]] TileScope scope;
     for (int64_t i = begin; i < end; i++) {
       int64_t row = i % blocks * ROW_BLOCK;
       body(i / blocks, row, std::min(ROW_BLOCK, rows - row));

@@ -5,29 +5,19 @@
 //   sum += integer * (scale of the weights * scale of the row)
 //   sum += min * (scale of the row * sum of its bytes), where there is a min
 // A sum runs over the blocks in order whatever the number of rows: a row's result does not
-// depend on the rows beside it. A block of weights is unpacked once for up to ROWS rows.
+// depend on the rows beside it. A block of weights is unpacked once for up to ROWS rows. Where there
+// are tile registers, they take sixteens of rows (quant_tiles.h).
 
 #include <algorithm>
 
-#include "quant.h"
+#include "quant_tiles.h"
 
 namespace pagewire {
 namespace quant {
 namespace {
 
-constexpr int ROWS = W == 16 ? 16 : 4;  // of a register tile
+constexpr int ROWS = W == 16 ? 16 : 4;    // of a register tile
 constexpr int ABREAST = W == 16 ? 8 : 4;  // rows whose sums of bytes grow in turn
-constexpr int64_t AHEAD = 4096;         // bytes between a code and what is fetched meanwhile
-constexpr int32_t LEAST_OFFSET = 8;     // of the formats that have one; the others' are multiples
-
-// 32 features of a prepared row.
-struct PreparedBlock {
-  int8_t codes[BLOCK];
-  float scale;
-  float scaled_sum;  // scale * sum of the codes
-  // -LEAST_OFFSET * sum of the codes, of the first half and of all.
-  int32_t start_half, start;
-};
 
 // PAGEWIRE_EMULATED_BYTE_DOTS: for tests on CPUs without them, what is done with these
 // instructions, but by dot4's general arithmetic.
@@ -237,6 +227,18 @@ void tiles(const uint8_t* group, int64_t first, int64_t blocks, const char* x, i
       tiles<F, M / 2>(group, first, blocks, x + r * row_bytes, row_bytes, rows - r, sums + r * PANEL);
 }
 
+template <class F>
+void multiply_group(const uint8_t* group, int64_t first, int64_t blocks, const char* x,
+                    int64_t row_bytes, int64_t rows, float* sums) {
+#if defined(PAGEWIRE_TILES)
+  int64_t done = tiled::multiply_rows<F>(group, blocks, x, row_bytes, rows, sums);
+  tiles<F, ROWS / 2>(group, first, blocks, x + done * row_bytes, row_bytes, rows - done,
+                     sums + done * PANEL);
+#else
+  tiles<F, ROWS>(group, first, blocks, x, row_bytes, rows, sums);
+#endif
+}
+
 typedef int8_t vb __attribute__((vector_size(W)));
 
 inline int32_t sum_bytes(vb bytes) {
@@ -309,8 +311,8 @@ void multiply_panel(const PackedWeight& w, int64_t panel, const void* x, int64_t
     with_format(part->format, [&](auto format) {
       using F = decltype(format);
       const uint8_t* group = part->packed + of_part / GROUP * F::group_bytes(blocks);
-      tiles<F, ROWS>(group, of_part % GROUP, blocks, static_cast<const char*>(x), row_bytes, rows,
-                     sums);
+      multiply_group<F>(group, of_part % GROUP, blocks, static_cast<const char*>(x), row_bytes, rows,
+                        sums);
     });
   }
 }

@@ -20,6 +20,8 @@ namespace pagewire {
 constexpr int W = 16;
 #elif defined(__AVX2__)
 constexpr int W = 8;
+#elif defined(PAGEWIRE_EMULATED_TILES)  // vectors as wide as beside real ones
+constexpr int W = 16;
 #else  // the build turns F16C and FMA on with AVX2
 constexpr int W = 4;
 #endif
@@ -188,6 +190,8 @@ inline float sum(vf v) {
 #else
   float lanes[W];
   std::memcpy(lanes, &v, sizeof lanes);
+  for (int n = W / 2; n >= 4; n /= 2)
+    for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
   return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 #endif
 }

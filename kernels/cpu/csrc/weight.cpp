@@ -1,7 +1,8 @@
 // Formats whose weights are float32, bfloat16 or float16.
 //
 // float32 and float16: [panels][in][PANEL]. bfloat16: [panels][in / 2 rounded up][PANEL][2], the
-// operand of vdpbf16ps; without that instruction the pairs widen to float32 by a shift and a mask.
+// operand of vdpbf16ps, or of tile registers (weight_tiles.h); without either the pairs widen to
+// float32 by a shift and a mask.
 // A register tile of up to ROWS rows by PANEL columns keeps the multipliers fed; with few rows the
 // weights stream through once, at the speed of memory. Sums run over CHUNK features, and over the
 // sums of chunks: one long chain would round more than an ordinary product, whose sums are split.
@@ -12,6 +13,7 @@
 
 #include "parallel.h"
 #include "quant.h"
+#include "weight_tiles.h"
 
 namespace pagewire {
 namespace {
@@ -22,7 +24,7 @@ constexpr int ROWS = W == 16 ? 12 : std::is_same_v<V, bf16> ? 5 : 6;
 constexpr int64_t AHEAD = 4096;  // bytes between a weight and what is fetched meanwhile
 constexpr int64_t CHUNK = 256;   // even
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(PAGEWIRE_TILES)
 constexpr bool NATIVE_BFLOAT16 = true;
 #else
 constexpr bool NATIVE_BFLOAT16 = false;
@@ -136,6 +138,16 @@ void multiply(const PackedWeight& w, int64_t panel, const void* x, int64_t row_b
     tiles<true>(from + i, row, weights + i * PANEL, std::min(CHUNK, w.in - i), rows, sums);
 }
 
+void multiply_bfloat16(const PackedWeight& w, int64_t panel, const void* x, int64_t row_bytes,
+                       int64_t rows, float* sums) {
+#if defined(PAGEWIRE_TILES)
+  weight_tiles::multiply_panel(w, panel, x, row_bytes, rows, sums);
+#else
+  using X = std::conditional_t<NATIVE_BFLOAT16, bf16, float>;
+  multiply<X, bf16>(w, panel, x, row_bytes, rows, sums);
+#endif
+}
+
 template <class V>
 void pack(const V* from, int64_t in, int64_t out, V* to, int threads) {
   constexpr int64_t PAIR = std::is_same_v<V, bf16> ? 2 : 1;
@@ -198,8 +210,7 @@ void multiply_panel(const PackedWeight& w, int64_t panel, const void* x, int64_t
                     int64_t rows, float* sums) {
   switch (w.format) {
     case PACKED_BFLOAT16:
-      return multiply<std::conditional_t<NATIVE_BFLOAT16, bf16, float>, bf16>(w, panel, x, row_bytes,
-                                                                               rows, sums);
+      return multiply_bfloat16(w, panel, x, row_bytes, rows, sums);
     case PACKED_FLOAT16:
       return multiply<float, f16>(w, panel, x, row_bytes, rows, sums);
     case PACKED_QUANTIZED:
