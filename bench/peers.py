@@ -7,7 +7,9 @@ at a time, each is waited for until it has answered a request, and is stopped be
 next one starts; the whole turn is repeated --runs times, so that what the machine does
 meanwhile falls on all. The load comes from `pagewire bench serve`, whose figures are
 printed as ratios: Pagewire's over the peer's, so that above 1 is better for throughput and
-below 1 for latency.
+below 1 for latency. For a server whose `floor` is set, its figures are also printed as fractions
+of what this machine could do at best with such weights (bench/floors.py), after the ceilings
+that were measured before each turn.
 """
 
 from __future__ import annotations
@@ -26,30 +28,24 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.ceilings import Meter
+from bench.floors import Ceilings, ModelReads, floors, fraction
+from bench.workloads import WORKLOADS, flags
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_S = 20.0
 POLL_S = 0.1
-
-WORKLOADS = {
-    "A": ("--num-requests=12", "--concurrency=1", "--input-len=112:144", "--output-len=128"),
-    "B": ("--num-requests=40", "--concurrency=8", "--input-len=112:144", "--output-len=128"),
-    "C": ("--num-requests=128", "--concurrency=32", "--input-len=32:512", "--output-len=32:256"),
-    "D": (
-        *("--workload=shared-prefix", "--prefix-len=512", "--input-len=24:40"),
-        *("--num-requests=64", "--concurrency=16", "--output-len=64"),
-    ),
-    "E": ("--num-requests=64", "--concurrency=64", "--input-len=650:750", "--output-len=1"),
-}
-"""One stream; eight; 32 of mixed lengths; 16 with a common prefix; prompts only."""
 
 FIGURES = {
     "output tok/s": lambda summary: summary["output_tokens_per_s"],
@@ -59,6 +55,14 @@ FIGURES = {
     "ITL p50 ms": lambda summary: _ms(summary["itl_chunk_s"], "p50"),
     "ITL p99 ms": lambda summary: _ms(summary["itl_chunk_s"], "p99"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What bench/floors.py's ModelReads.of takes."""
+
+    model: str
+    weights: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict)
     extra_body: dict[str, Any] = field(default_factory=dict)
     start_timeout: float = 300.0
+    floor: Floor | None = None
+    """Of the model that it runs; None: its figures are not set against one."""
 
 
 def main() -> None:
@@ -87,6 +93,12 @@ def main() -> None:
         "--fraction", type=float, default=1.0, help="Of each workload's requests, for a short run."
     )
     parser.add_argument("--vocab-size", type=int, default=49_152)
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="Of which the ceilings are measured. [%(default)s]",
+    )
     parser.add_argument("--json", type=Path, help="Write every figure there.")
     options = parser.parse_args()
     workloads = options.workloads.split(",")
@@ -94,13 +106,37 @@ def main() -> None:
     if unknown:
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
     servers = _installed(_read(options.servers), options.only)
+    models = {
+        s.name: ModelReads.of(s.floor.model, s.floor.weights)
+        for s in servers
+        if s.floor is not None
+    }
     results: list[dict[str, Any]] = []
+    ceilings: dict[str, Ceilings] = {}
     for turn in range(1, options.runs + 1):
+        measured = _ceilings(models, options.threads)
+        ceilings = {name: new.or_better(ceilings.get(name)) for name, new in measured.items()}
         for server in servers:
             results += _measure(server, workloads, turn, options.vocab_size, options.fraction)
             if options.json is not None:
-                options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    print(table(results, servers[0].name))
+                best = {name: asdict(found) for name, found in ceilings.items()}
+                document = {"ceilings": best, "results": results}
+                options.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    for name, found in ceilings.items():
+        print(f"{name}: {found}")
+    at_best = {
+        name: {workload: floors(models[name], found, workload) for workload in workloads}
+        for name, found in ceilings.items()
+    }
+    print(table(results, servers[0].name, at_best))
+
+
+def _ceilings(models: dict[str, ModelReads], threads: int) -> dict[str, Ceilings]:
+    if not models:
+        return {}
+    with tempfile.TemporaryDirectory() as directory:
+        meter = Meter.build(Path(directory))
+        return {name: meter.measure(threads, reads.weight_bytes) for name, reads in models.items()}
 
 
 def _read(path: Path) -> list[Server]:
@@ -111,6 +147,8 @@ def _read(path: Path) -> list[Server]:
     for name, entry in document.get("server", {}).items():
         try:
             expanded = _expand(entry, values)
+            if "floor" in expanded:
+                expanded["floor"] = Floor(**expanded["floor"])
             servers.append(Server(name=name, **expanded))
         except KeyError as missing:
             raise SystemExit(f"{path}: [server.{name}] uses ${missing.args[0]}, not set") from None
@@ -179,14 +217,6 @@ def _measure(
     return results
 
 
-def _load(workload: str, fraction: float) -> list[str]:
-    """The workload's flags; at least as many requests as run at a time."""
-    flags = dict(flag.split("=") for flag in WORKLOADS[workload])
-    most, least = int(flags["--num-requests"]), int(flags["--concurrency"])
-    flags["--num-requests"] = str(max(least, round(most * fraction)))
-    return [f"{name}={value}" for name, value in flags.items()]
-
-
 def _bench(
     server: Server, workload: str, turn: int, vocab_size: int, fraction: float
 ) -> dict[str, Any]:
@@ -203,7 +233,7 @@ def _bench(
                 *([] if server.model is None else [f"--model={server.model}"]),
                 # Other prompts in each turn: the server of the last one may keep a cache on disk.
                 *(f"--seed={turn}", f"--vocab-size={vocab_size}", f"--json={path}"),
-                *("--warm-up=16", "--no-progress", *_load(workload, fraction)),
+                *("--warm-up=16", "--no-progress", *flags(workload, fraction)),
             ],
             check=True,
             cwd=ROOT,
@@ -300,14 +330,23 @@ def _ms(figures: dict[str, float] | None, name: str) -> float | None:
     return None if figures is None else 1e3 * figures[name]
 
 
-def table(results: list[dict[str, Any]], ours: str) -> str:
-    """Markdown: a row for each workload and figure, medians over the runs, and `ours` over
-    each peer as a ratio."""
+def table(
+    results: list[dict[str, Any]], ours: str, at_best: Mapping[str, dict[str, dict[str, float]]]
+) -> str:
+    """Markdown: a row for each workload and figure, medians over the runs, `ours` over each
+    peer as a ratio, and of each server in at_best the fraction of what it could do: floors by
+    server, workload and figure."""
     names = list(dict.fromkeys(result["server"] for result in results))
     peers = [name for name in names if name != ours]
+    bounded = [name for name in names if name in at_best]
+    heads = [
+        *names,
+        *(f"{ours} / {p}" for p in peers),
+        *(f"{name}, of its floor" for name in bounded),
+    ]
     lines = [
-        "| workload | figure | " + " | ".join([*names, *(f"{ours} / {p}" for p in peers)]) + " |",
-        "| --- | --- |" + " ---: |" * (len(names) + len(peers)),
+        "| workload | figure | " + " | ".join(heads) + " |",
+        "| --- | --- |" + " ---: |" * len(heads),
     ]
     for workload in dict.fromkeys(result["workload"] for result in results):
         for figure in FIGURES:
@@ -319,6 +358,10 @@ def table(results: list[dict[str, Any]], ours: str) -> str:
             for peer in peers:
                 other = medians[peer]
                 cells.append(f"{own / other:.2f}" if own is not None and other else "-")
+            for name in bounded:
+                value, floor = medians[name], at_best[name][workload].get(figure)
+                known = value is not None and floor is not None
+                cells.append(f"{fraction(figure, value, floor):.2f}" if known else "-")
             lines.append(f"| {workload} | {figure} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

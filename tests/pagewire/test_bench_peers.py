@@ -27,10 +27,11 @@ def peers() -> Any:
 
 def test_the_example_is_one(peers: Any) -> None:
     servers = {server.name: server for server in peers._read(BENCH / "peers.example.toml")}
-    assert list(servers) == ["pagewire", "vllm", "openvino", "llama"]
+    assert list(servers) == ["pagewire", "pagewire-packed", "vllm", "openvino", "llama"]
     assert servers["pagewire"].target == "grpc"
     assert "--model=smollm2-135m-instruct" in servers["pagewire"].command
     assert servers["vllm"].environment["LD_PRELOAD"] == ""
+    assert servers["vllm"].floor == peers.Floor("smollm2-135m-instruct", "bfloat16")
     assert servers["llama"].extra_body == {"samplers": ["top_k"], "top_k": 1}
 
 
@@ -40,6 +41,7 @@ def test_the_example_is_one(peers: Any) -> None:
         ('[server.x]\ncommand = ["$no_such_thing"]', r"\[server.x\] uses \$no_such_thing"),
         ('[server.x]\ncommand = ["a"]\nport = 1', r"\[server.x\].*port"),
         ('[server.x]\ncommand = ["a"]', r"\[server.x\].*target"),
+        ('[server.x]\nfloor = {model = "a"}', r"\[server.x\].*weights"),
     ],
 )
 def test_bad_entries_are_named(peers: Any, text: str, message: str, tmp_path: Path) -> None:
@@ -70,9 +72,10 @@ def test_the_table_has_medians_and_ratios(peers: Any) -> None:
         result("ours", 110.0, 20.0),
         result("theirs", 30.0, None),
     ]
-    assert peers.table(results, "ours").splitlines() == [
-        "| workload | figure | ours | theirs | ours / theirs |",
-        "| --- | --- | ---: | ---: | ---: |",
-        "| A | output tok/s | 100.0 | 40.0 | 2.50 |",
-        "| A | TTFT p50 ms | 15.0 | - | - |",
+    at_best = {"ours": {"A": {"output tok/s": 125.0, "TTFT p50 ms": 12.0}}}
+    assert peers.table(results, "ours", at_best).splitlines() == [
+        "| workload | figure | ours | theirs | ours / theirs | ours, of its floor |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| A | output tok/s | 100.0 | 40.0 | 2.50 | 0.80 |",
+        "| A | TTFT p50 ms | 15.0 | - | - | 0.80 |",
     ]
