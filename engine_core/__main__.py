@@ -143,8 +143,10 @@ def _build(config: EngineConfig) -> BuiltEngine:
 
 def _build_ranks(config: EngineConfig) -> BuiltEngine:
     from engine_core.parallel.processes import RankProcesses
+    from engine_core.parallel.refusals import check_ranks
 
-    processes = RankProcesses(config)  # before torch, which takes them seconds too
+    check_ranks(config)
+    processes = RankProcesses(config)
     try:
         from engine_core.engine_builder import build_engine
         from engine_core.parallel.leader import LeadingRank

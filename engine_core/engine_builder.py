@@ -29,10 +29,9 @@ from engine_core.model.kv_scales import (
 )
 from engine_core.model.loader import load_model, open_model
 from engine_core.model.quantization import describe_computation, resolve_quantization
-from engine_core.model.registry import find_architecture
 from engine_core.parallel.ops import parallel_ops
 from engine_core.parallel.ranks import SOLE_RANK
-from engine_core.parallel.split import check_split, share_config, share_heads
+from engine_core.parallel.split import share_config, share_heads
 from engine_core.runner.batch import BatchBuilder
 from engine_core.runner.graphs import graph_sizes, measure_graphs
 from engine_core.runner.kv_caches import allocate_kv_caches, set_kv_scales
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from engine_core.kv.restore_policy import MeasuredCosts
     from engine_core.model.config import ModelConfig
     from engine_core.model.decoder import DecoderModel
-    from engine_core.model.loader import OpenedModel
     from engine_core.parallel.group import RankGroup
     from engine_core.parallel.ranks import Ranks
     from engine_core.runner.base import Runner
@@ -118,14 +116,13 @@ def build_engine(
 ) -> BuiltEngine:
     """Checks everything that can be checked, then loads the weights, or this rank's part.
 
-    All ranks come through here and do the same. Raises ModelLoadError naming the file,
-    ConfigError naming the flag.
+    All ranks come through here and do the same; check_ranks() comes before. Raises
+    ModelLoadError naming the file, ConfigError naming the flag.
     """
     started = time.monotonic()
     device = select_device(config, ranks.rank)
     prefill_budget = make_prefill_budget(config, device)
     opened = open_model(resolve_model(config.model, config.served_model_name))
-    _check_split(config, opened)
     max_model_len = resolve_max_model_len(config.max_model_len, opened.config)
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
     ops = _load_ops(config, device, dtype)
@@ -253,19 +250,6 @@ def build_engine(
         ranks=ranks,
         speculation=speculation,
     )
-
-
-def _check_split(config: EngineConfig, opened: OpenedModel) -> None:
-    size = config.tensor_parallel_size
-    if size > 1:
-        if config.enable_lora:
-            raise ConfigError(
-                f"--tensor-parallel-size {size} goes without --enable-lora: adapters are not "
-                "divided among ranks"
-            )
-        path = str(opened.source.path)
-        architecture = find_architecture(opened.config.architecture, path)
-        check_split(opened.config, architecture.layout, size, path)
 
 
 def _agree(

@@ -39,11 +39,6 @@ def resolve_method(config: EngineConfig, device: Device) -> Literal["none", "ngr
                 f"--speculative-model is for --speculative-method draft, not "
                 f"{config.speculative_method}"
             )
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"--tensor-parallel-size {config.tensor_parallel_size} goes without "
-                "--speculative-model: it is not divided among ranks"
-            )
         return "draft"
     if config.speculative_method == "draft":
         raise ConfigError("--speculative-method draft needs --speculative-model")

@@ -462,10 +462,6 @@ def test_it_is_on_where_nothing_is_planned_ahead_anyway() -> None:
             {"speculative_method": "ngram", "speculative_model": "x"},
             "is for --speculative-method draft, not ngram",
         ),
-        (
-            {"speculative_model": "x", "tensor_parallel_size": 2},
-            "--tensor-parallel-size 2 goes without --speculative-model",
-        ),
     ],
 )
 def test_a_draft_model_and_what_it_goes_with(settings: dict[str, Any], message: str) -> None:

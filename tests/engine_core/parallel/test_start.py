@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from engine_core.__main__ import _build
 from engine_core.device.cpu import CpuDevice
 from engine_core.engine_builder import build_engine
 from engine_core.parallel.ranks import SoleRank
@@ -42,16 +43,34 @@ class Unreached(SoleRank):
     [
         ((), 16, r"--tensor-parallel-size 16: .* has 9 attention heads: each rank needs one"),
         (("--enable-lora",), 3, "--tensor-parallel-size 3 goes without --enable-lora"),
+        (("--speculative-model=x",), 2, "--tensor-parallel-size 2 .* --speculative-model: it is"),
         (("--device=cuda",), 2, "--device cuda"),
-        (("--kv-cache-memory=100",), 2, "--kv-cache-memory 100 gives the KV cache"),
     ],
 )
-def test_refusals(flags: tuple[str, ...], size: int, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_ranks_are_started(
+    flags: tuple[str, ...],
+    size: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("starts a rank")
+
+    monkeypatch.setattr("engine_core.parallel.processes.subprocess.Popen", start)
     model = write_hf(tmp_path / "model", TinySpec())
     flags = (f"--model={model}", f"--tensor-parallel-size={size}", *flags)
     config = load_config(EngineConfig, list(flags))
     with pytest.raises(ConfigError, match=message):
-        build_engine(config, lambda _stage, _done, _total: None, Unreached(size))
+        _build(config)
+
+
+def test_what_is_too_small_is_refused_before_ranks_are_waited_for(tmp_path: Path) -> None:
+    model = write_hf(tmp_path / "model", TinySpec())
+    flags = (f"--model={model}", "--tensor-parallel-size=2", "--kv-cache-memory=100")
+    config = load_config(EngineConfig, list(flags))
+    with pytest.raises(ConfigError, match="--kv-cache-memory 100 gives the KV cache"):
+        build_engine(config, lambda _stage, _done, _total: None, Unreached(2))
 
 
 def test_it_is_not_simulated(tmp_path: Path) -> None:
