@@ -43,6 +43,7 @@ from engine_core.runner.rows import Rows
 from engine_core.sched.intake import FindUnsupported, all_is_supported
 from engine_core.sched.prefill_budget import PrefillBudget
 from engine_core.speculative import (
+    draft_model_len,
     make_speculation,
     max_sampled_tokens,
     open_draft_model,
@@ -163,14 +164,17 @@ def build_engine(
         lora,
         group,
     )
-    draft_model = None
+    draft_model = draft_len = None
     if opened_draft is not None:
+        draft_len = draft_model_len(
+            opened_draft, kv_plan.max_model_len if kv_plan else max_model_len
+        )
         draft_model = load_model(
             opened_draft,
             ops,
             device.torch_device,
             dtype,
-            kv_plan.max_model_len if kv_plan else max_model_len,
+            draft_len,
             lambda done, total: progress("weights", done, total),
             resolve_quantization(config, opened_draft, ops),
         )
@@ -206,7 +210,7 @@ def build_engine(
     progress("warm-up", 0, 1)
     runner.warm_up()
     kv_costs = runner.measure_kv_costs() if host_kv is not None else None
-    speculation = make_speculation(config, method, runner, max_sampled)
+    speculation = make_speculation(config, method, runner, max_sampled, draft_len)
     progress("warm-up", 1, 1)
     dtype_name = describe_computation(
         str(dtype).removeprefix("torch."), quantization, model.quantized_formats

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from engine_core.model.loader import open_model
 from engine_core.sched.drafters import ModelDrafter, NgramDrafter
 from engine_core.sched.speculation import Speculation
-from engine_core.sched.step_costs import StepCosts
+from engine_core.sched.step_costs import MEASURED_SIZES, StepCosts
 from pagewire.errors import ConfigError
 from pagewire.model_source import resolve_model
 
@@ -60,7 +60,27 @@ def open_draft_model(config: EngineConfig, target: OpenedModel) -> OpenedModel |
             f"--speculative-model {config.speculative_model} has a vocabulary of {mine} tokens, "
             f"the model one of {theirs}: guesses are token ids, which must mean the same"
         )
+    if opened.config.max_positions < MEASURED_SIZES[-1]:
+        raise ConfigError(
+            f"--speculative-model {config.speculative_model} has a context of "
+            f"{opened.config.max_positions} tokens, too short to guess in"
+        )
     return opened
+
+
+def draft_model_len(opened: OpenedModel, max_model_len: int) -> int:
+    """Tokens that a draft model sees of sequences of up to max_model_len."""
+    context = opened.config.max_positions
+    if context < max_model_len:
+        logger.warning(
+            "%s, the draft model, has a context of %d tokens: sequences of up to %d are served, "
+            "and nothing is guessed past the first %d of each",
+            opened.source.name,
+            context,
+            max_model_len,
+            context,
+        )
+    return min(context, max_model_len)
 
 
 def max_sampled_tokens(config: EngineConfig, method: str, max_num_batched_tokens: int) -> int:
@@ -73,9 +93,14 @@ def max_sampled_tokens(config: EngineConfig, method: str, max_num_batched_tokens
 
 
 def make_speculation(
-    config: EngineConfig, method: str, runner: ModelRunner, max_sampled: int
+    config: EngineConfig,
+    method: str,
+    runner: ModelRunner,
+    max_sampled: int,
+    draft_len: int | None = None,
 ) -> Speculation | None:
-    """Measures on the runner what verifying costs."""
+    """Measures on the runner what verifying costs. draft_len: of a draft model, as
+    draft_model_len() tells it."""
     if method == "none":
         return None
     costs = StepCosts(runner.measure_step_costs())
@@ -86,7 +111,7 @@ def make_speculation(
             "the draft model takes %.2f of a step for a guess",
             drafting.seconds(1) / costs.seconds(1),
         )
-        drafter = ModelDrafter(drafting)
+        drafter = ModelDrafter(drafting, draft_len)
     speculation = Speculation(
         drafter,
         costs,

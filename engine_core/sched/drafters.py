@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
 from engine_core.sched.ngram import NgramIndex, follow
@@ -84,9 +85,11 @@ class ModelDrafter:
     | its KV is there | more: a chunk of the prompt, no guess  |
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        """costs: of the draft model."""
+    def __init__(self, costs: StepCosts, max_model_len: int | None = None) -> None:
+        """costs: of the draft model. max_model_len: tokens that it can look at, past which it
+        guesses nothing; None: as many as a request can have."""
         self._costs = costs
+        self._max_model_len = math.inf if max_model_len is None else max_model_len
         self._left = 0
         self._chunks: list[DraftStep] = []
 
@@ -95,6 +98,10 @@ class ModelDrafter:
         self._chunks = []
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
+        # It looks at all of a guess but the last token.
+        most = int(min(most, self._max_model_len - request.num_tokens + 1))
+        if most < 1:
+            return ()
         computed = request.num_draft_computed
         if request.num_tokens - computed > _SHORT:
             # The last one is left, so that there is something to guess from.

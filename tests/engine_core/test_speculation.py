@@ -415,6 +415,26 @@ def test_a_draft_model_catches_up_with_a_long_prompt_in_what_steps_leave() -> No
     assert speculation_of(engine).num_accepted_tokens > 10
 
 
+@pytest.mark.parametrize("prompt_len", [20, 70])
+def test_a_draft_model_guesses_within_its_context(prompt_len: int) -> None:
+    context = 40
+    engine = FakeEngine(
+        block_size=4,
+        speculation=Speculation(
+            ModelDrafter(CHEAP, context), FREE, num_speculative_tokens=4, max_sampled_tokens=64
+        ),
+    )
+    engine.add(1, [3] * prompt_len, max_tokens=50, ignore_eos=True)
+    engine.run()
+    assert engine.of(1).token_ids == alone([3] * prompt_len, 50, ())
+    steps = [step for plan in engine.runner.plans for step in plan.draft_steps]
+    # The last guess of a step is drawn, not looked at.
+    seen = [s.num_computed_tokens + s.num_new_tokens + max(0, s.num_drafts - 1) for s in steps]
+    assert max(seen, default=0) == (context if prompt_len < context else 0)
+    # Up to there, all was guessed that can be.
+    assert (speculation_of(engine).num_accepted_tokens > 10) == (prompt_len < context)
+
+
 def test_a_draft_model_that_costs_as_much_as_the_model_is_not_asked() -> None:
     engine = make_model_engine(drafting=DEAR)
     engine.add(1, PROMPT, max_tokens=30, ignore_eos=True)
@@ -478,6 +498,32 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="vocabulary of 290 tokens, the model one of 300"):
         build_engine(config, lambda *_: None)
+
+
+def test_a_draft_model_of_a_shorter_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(max_positions: int) -> None:
+        draft = write_hf(tmp_path / f"draft{max_positions}", TinySpec(max_positions=max_positions))
+        config = EngineConfig(
+            model=str(write_hf(tmp_path / "model", TinySpec(max_positions=64))),
+            speculative_model=str(draft),
+            device="cpu",
+            kv_cache_memory="16MiB",
+            cpu_threads=1,
+        )
+        build_engine(config, lambda *_: None)
+
+    build(64)
+    assert "has a context" not in caplog.text
+    build(40)
+    assert (
+        "draft40, the draft model, has a context of 40 tokens: sequences of up to 64" in caplog.text
+    )
+    with pytest.raises(
+        ConfigError, match=r"--speculative-model .*draft8 has a context of 8 tokens"
+    ):
+        build(8)
 
 
 def test_a_draft_model_that_is_not_there_is_named_by_its_own_flag(tmp_path: Path) -> None:
