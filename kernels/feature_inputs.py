@@ -92,23 +92,33 @@ def featured_rope_args(
     return args
 
 
-def _attention_cases() -> list[Case]:
-    # name, query_lens, seq_lens, heads, kv_heads, head_dim, block_size, window, soft_cap
-    sizes: list[tuple[str, list[int], list[int], int, int, int, int, int | None, float | None]] = [
-        ("decode-w1", [1, 1, 1], [1, 40, 130], 4, 2, 32, 16, 1, None),
-        ("decode-w20", [1, 1, 1], [9, 64, 150], 3, 1, 64, 32, 20, None),
-        ("decode-w64-cap", [1, 1, 1], [64, 65, 190], 8, 2, 80, 16, 64, 5.0),
-        ("decode-cap", [1, 1], [3, 70], 2, 2, 128, 16, None, 2.0),
-        ("prefill-w5", [40, 7], [40, 7], 2, 1, 16, 8, 5, None),
-        ("prefill-cap", [33], [33], 2, 1, 256, 16, None, 5.0),
-        ("chunk-w33", [20, 50], [200, 50], 4, 2, 32, 16, 33, None),
-        ("mixed-w16-cap", [1, 1, 5, 33], [80, 17, 5, 97], 6, 2, 64, 16, 16, 2.0),
-        ("mixed-w500", [1, 2, 30], [90, 18, 70], 2, 2, 96, 16, 500, None),
-    ]
+# name, query_lens, seq_lens, heads, kv_heads, head_dim, window, soft_cap, block_size
+_AttentionSize = tuple[str, list[int], list[int], int, int, int, int | None, float | None, int]
+_ATTENTION_SIZES: tuple[_AttentionSize, ...] = (
+    ("decode-w1", [1, 1, 1], [1, 40, 130], 4, 2, 32, 1, None, 16),
+    ("decode-w20", [1, 1, 1], [9, 64, 150], 3, 1, 64, 20, None, 32),
+    ("decode-w64-cap", [1, 1, 1], [64, 65, 190], 8, 2, 80, 64, 5.0, 16),
+    ("decode-cap", [1, 1], [3, 70], 2, 2, 128, None, 2.0, 16),
+    ("prefill-w5", [40, 7], [40, 7], 2, 1, 16, 5, None, 8),
+    ("prefill-cap", [33], [33], 2, 1, 256, None, 5.0, 16),
+    ("chunk-w33", [20, 50], [200, 50], 4, 2, 32, 33, None, 16),
+    ("mixed-w16-cap", [1, 1, 5, 33], [80, 17, 5, 97], 6, 2, 64, 16, 2.0, 16),
+    ("mixed-w500", [1, 2, 30], [90, 18, 70], 2, 2, 96, 500, None, 16),
+)
+_ATTENTION_SIZES_OF_CODES: tuple[_AttentionSize, ...] = (
+    ("decode", [1, 1, 1], [1, 63, 130], 9, 3, 64, None, None, 16),
+    ("mixed", [1, 5, 40], [70, 5, 100], 4, 2, 128, None, None, 16),
+    ("mixed-w20-cap", [1, 40], [90, 60], 4, 1, 80, 20, 5.0, 16),
+)
+
+
+def _attention_cases(sizes: Sequence[_AttentionSize], codes: str = "") -> list[Case]:
+    """codes: as in _rope_cases()."""
+    prefix = f"{codes}-" if codes else ""
     return [
         Case(
             "attention",
-            f"{name}-{hq}:{hk}-d{d}-b{b}",
+            f"{prefix}{name}-{hq}:{hk}-d{d}-b{b}",
             partial(
                 featured_attention_args,
                 query_lens=ql,
@@ -119,90 +129,38 @@ def _attention_cases() -> list[Case]:
                 block_size=b,
                 window=window,
                 soft_cap=soft_cap,
-            ),
-        )
-        for name, ql, sl, hq, hk, d, b, window, soft_cap in sizes
-    ]
-
-
-def _rope_cases() -> list[Case]:
-    # tokens, heads, kv_heads, head_dim, rotary_dim, norm
-    sizes: list[tuple[int, int, int, int, int | None, bool]] = [
-        (5, 9, 3, 64, 64, True),
-        (3, 4, 2, 80, 32, True),
-        (4, 5, 1, 10, 6, True),
-        (4, 8, 2, 128, None, True),
-        (5, 3, 3, 96, None, False),
-    ]
-    return [
-        Case(
-            "rope_and_cache",
-            f"{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
-            partial(
-                featured_rope_args,
-                tokens=t,
-                heads=hq,
-                kv_heads=hk,
-                head_dim=d,
-                rotary_dim=r,
-                norm=norm,
-            ),
-            in_place=("q", "k", "v", "k_cache", "v_cache"),
-        )
-        for t, hq, hk, d, r, norm in sizes
-    ]
-
-
-def _gelu_cases() -> list[Case]:
-    return [
-        Case("gelu_tanh_mul", f"{t}x{i}", partial(silu_args, tokens=t, intermediate=i))
-        for t, i in [(1, 1), (1, 63), (3, 1536)]
-    ]
-
-
-FEATURE_CASES: tuple[Case, ...] = (*_gelu_cases(), *_rope_cases(), *_attention_cases())
-
-
-def _attention_cases_over(codes: str) -> list[Case]:
-    # name, query_lens, seq_lens, heads, kv_heads, head_dim, window, soft_cap
-    sizes: list[tuple[str, list[int], list[int], int, int, int, int | None, float | None]] = [
-        ("decode", [1, 1, 1], [1, 63, 130], 9, 3, 64, None, None),
-        ("mixed", [1, 5, 40], [70, 5, 100], 4, 2, 128, None, None),
-        ("mixed-w20-cap", [1, 40], [90, 60], 4, 1, 80, 20, 5.0),
-    ]
-    return [
-        Case(
-            "attention",
-            f"{codes}-{name}-{hq}:{hk}-d{d}",
-            partial(
-                featured_attention_args,
-                query_lens=ql,
-                seq_lens=sl,
-                heads=hq,
-                kv_heads=hk,
-                head_dim=d,
-                window=window,
-                soft_cap=soft_cap,
                 fp8=codes == "fp8",
                 int8=codes == "int8",
             ),
         )
-        for name, ql, sl, hq, hk, d, window, soft_cap in sizes
+        for name, ql, sl, hq, hk, d, window, soft_cap, b in sizes
     ]
 
 
-def _rope_cases_over(codes: str) -> list[Case]:
-    # tokens, heads, kv_heads, head_dim, rotary_dim, norm
-    sizes: list[tuple[int, int, int, int, int | None, bool]] = [
-        (9, 6, 3, 64, 64, False),
-        (4, 4, 2, 80, 32, True),
-        (5, 2, 1, 16, None, False),
-    ]
+# tokens, heads, kv_heads, head_dim, rotary_dim, norm
+_RopeSize = tuple[int, int, int, int, int | None, bool]
+_ROPE_SIZES: tuple[_RopeSize, ...] = (
+    (5, 9, 3, 64, 64, True),
+    (3, 4, 2, 80, 32, True),
+    (4, 5, 1, 10, 6, True),
+    (4, 8, 2, 128, None, True),
+    (5, 3, 3, 96, None, False),
+)
+_ROPE_SIZES_OF_CODES: tuple[_RopeSize, ...] = (
+    (9, 6, 3, 64, 64, False),
+    (4, 4, 2, 80, 32, True),
+    (5, 2, 1, 16, None, False),
+)
+
+
+def _rope_cases(sizes: Sequence[_RopeSize], codes: str = "") -> list[Case]:
+    """codes: fp8 or int8, of the cache; none is of the dtype."""
     scales = ("k_scale", "v_scale") if codes == "int8" else ()
+    prefix = f"{codes}-" if codes else ""
     return [
         Case(
             "rope_and_cache",
-            f"{codes}-{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
+            f"{prefix}{t}t-{hq}:{hk}-d{d}-r{r or 0}" + ("-norm" if norm else ""),
             partial(
                 featured_rope_args,
                 tokens=t,
@@ -220,10 +178,24 @@ def _rope_cases_over(codes: str) -> list[Case]:
     ]
 
 
-FP8_ATTENTION_CASES: tuple[Case, ...] = tuple(_attention_cases_over("fp8"))
-INT8_ATTENTION_CASES: tuple[Case, ...] = tuple(_attention_cases_over("int8"))
-FP8_ROPE_CASES: tuple[Case, ...] = tuple(_rope_cases_over("fp8"))
-INT8_ROPE_CASES: tuple[Case, ...] = tuple(_rope_cases_over("int8"))
+def _gelu_cases() -> list[Case]:
+    return [
+        Case("gelu_tanh_mul", f"{t}x{i}", partial(silu_args, tokens=t, intermediate=i))
+        for t, i in [(1, 1), (1, 63), (3, 1536)]
+    ]
+
+
+FEATURE_CASES: tuple[Case, ...] = (
+    *_gelu_cases(),
+    *_rope_cases(_ROPE_SIZES),
+    *_attention_cases(_ATTENTION_SIZES),
+)
+
+
+FP8_ATTENTION_CASES: tuple[Case, ...] = tuple(_attention_cases(_ATTENTION_SIZES_OF_CODES, "fp8"))
+INT8_ATTENTION_CASES: tuple[Case, ...] = tuple(_attention_cases(_ATTENTION_SIZES_OF_CODES, "int8"))
+FP8_ROPE_CASES: tuple[Case, ...] = tuple(_rope_cases(_ROPE_SIZES_OF_CODES, "fp8"))
+INT8_ROPE_CASES: tuple[Case, ...] = tuple(_rope_cases(_ROPE_SIZES_OF_CODES, "int8"))
 
 
 def exact_kv(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
