@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -95,6 +95,13 @@ class EngineEvents(Protocol):
         """The step counter stands still while work is running, or moves again."""
 
 
+class _Call(NamedTuple):
+    """A command that the engine replies to; it is sent again where a connection has lost it."""
+
+    command: Command
+    reply: asyncio.Future[Reply]
+
+
 class EngineClient:
     """Commands go out at once or raise Unavailable; nothing is queued here."""
 
@@ -139,9 +146,8 @@ class EngineClient:
         self._ticked_at = clock()
         self._step_moved_at = 0.0
         self._unsent_aborts: list[int] = []
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
-        self._asked: dict[int, Command] = {}
-        """What each of them waits for the reply to."""
+        self._calls: dict[int, _Call] = {}
+        """By call id, those without a reply."""
         self._call_id = 0
         self._refused: str | None = None
 
@@ -240,8 +246,8 @@ class EngineClient:
         if not self._send(command):
             raise self.unavailable()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        reply.add_done_callback(lambda _: self._forget_call(call_id))
-        self._calls[call_id], self._asked[call_id] = reply, command
+        reply.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        self._calls[call_id] = _Call(command, reply)
         return reply
 
     # Outgoing.
@@ -289,8 +295,8 @@ class EngineClient:
             return
         if isinstance(output, ResetPrefixCacheReply | AdapterReply):
             call = self._calls.get(output.call_id)
-            if call is not None and not call.done():
-                call.set_result(output)
+            if call is not None and not call.reply.done():
+                call.reply.set_result(output)
             return
         if self.ready is None or output.epoch != self.ready.epoch:
             logger.debug("dropped an output of the stale epoch %d", output.epoch)
@@ -327,8 +333,8 @@ class EngineClient:
         if self.ready is not None:
             if ready.epoch == self.ready.epoch:
                 if was_lost:
-                    for command in self._asked.values():
-                        self._send(command)
+                    for call in self._calls.values():
+                        self._send(call.command)
                     self._events.engine_adapters(ready.adapters)
                     self._events.engine_reconnected()
                 return
@@ -446,16 +452,11 @@ class EngineClient:
         self._fail_calls(self.unavailable())
         self._events.engine_gone(reason)
 
-    def _forget_call(self, call_id: int) -> None:
-        self._calls.pop(call_id, None)
-        self._asked.pop(call_id, None)
-
     def _fail_calls(self, error: Unavailable) -> None:
-        for call in list(self._calls.values()):
-            if not call.done():
-                call.set_exception(error)
+        for call in self._calls.values():
+            if not call.reply.done():
+                call.reply.set_exception(error)
         self._calls.clear()
-        self._asked.clear()
 
 
 def _reachable(endpoint: str) -> str:
