@@ -168,20 +168,16 @@ def _report(
     )
 
 
-def parser_of(doc: str | None, *, requests: int, max_tokens: int) -> argparse.ArgumentParser:
-    """With the flags of the load."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=requests, help="different ones")
-    parser.add_argument("--max-tokens", type=int, default=max_tokens)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
-
-
-def serve_and(
-    run: Callable[[Stack, argparse.Namespace], Awaitable[bool]], arguments: argparse.Namespace
+def main(
+    doc: str | None, run: Callable[[Stack, argparse.Namespace], Awaitable[bool]], **flags: int
 ) -> int:
-    """Runs against a server; the exit status, 0 where run says that all was well."""
+    """Reads the command line, of which flags are names and defaults, and runs against a server;
+    the exit status, 0 where run says that all was well."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name, default in {"clients": 8, "seed": 0, **flags}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help="[%(default)s]")
+    arguments = parser.parse_args()
 
     async def at(stack: Stack) -> bool:
         return await run(stack, arguments)
@@ -193,11 +189,5 @@ def serve_and(
             return 0 if asyncio.run(at(stack)) else 1
 
 
-def main() -> int:
-    parser = parser_of(__doc__, requests=32, max_tokens=400)
-    parser.add_argument("--kills", type=int, default=200)
-    return serve_and(run, parser.parse_args())
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(__doc__, run, requests=32, max_tokens=400, kills=200))

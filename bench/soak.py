@@ -22,7 +22,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.chaos import FEW, Held, Victims, parser_of, serve_and
+from bench.chaos import FEW, Held, Victims, main
 from tests.support.accounted import Load, make_requests
 from tests.support.stack import Api, Stack, connect
 
@@ -75,11 +75,5 @@ async def run(stack: Stack, arguments: argparse.Namespace) -> bool:
     return not load.faults and held[-1].fds <= held[0].fds + FEW
 
 
-def main() -> int:
-    parser = parser_of(__doc__, requests=48, max_tokens=600)
-    parser.add_argument("--minutes", type=int, default=10)
-    return serve_and(run, parser.parse_args())
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(__doc__, run, requests=48, max_tokens=600, minutes=10))
