@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from engine_core.request import Request, Status
-from engine_core.sched.beam_group import num_forks, together
+from engine_core.sched.beam_group import together
 from engine_core.sched.draft import Draft, InFlight
+from engine_core.sched.free_rows import NO_NEWS, FreeRows
 from engine_core.sched.integrity import check_requests
 from engine_core.sched.limits import SchedulerLimits
 from engine_core.sched.logprobs import cut_logprobs, take_logprobs
@@ -16,6 +17,7 @@ from engine_core.sched.outcome import StepOutcome
 from engine_core.sched.plan import NO_MOVES, NO_TOKEN, NewSeq, StepPlan, StepResult
 from engine_core.sched.policy import FairPolicy
 from engine_core.sched.prefill_share import first_in_turn, most_ahead, shorter_ones
+from engine_core.sched.reserve import owed, reserve
 from engine_core.sched.stop import end_status, has_room, is_ending
 from pagewire.types import FinishReason
 
@@ -81,13 +83,9 @@ class Scheduler:
         self.total_preemptions = 0
         self._num_arrived = 0
         self._num_admitted = 0
-        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._rows_to_forget: list[int] = []
-        """Freed, and the runner has not been told yet."""
+        self._free_rows = FreeRows(limits.max_num_seqs)
         self._forking: list[BeamGroup] = []
         """Searches that have beams to enter rows with the next plan."""
-        self._chosen: dict[int, int] = {}
-        """Row -> the last token of its beam, of which the runner has not been told yet."""
         self._in_flight: dict[int, InFlight] = {}
 
     def add(self, request: Request) -> None:
@@ -196,8 +194,7 @@ class Scheduler:
         AssertionError."""
         self.kv_manager.check_integrity()
         check_requests(self.running, self.waiting, self.policy)
-        rows = [request.row for request in self.running]
-        assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), rows
+        self._free_rows.check([request.row for request in self.running])
         unread = [request.num_unread for request in (*self.running, *self.waiting)]
         assert max(unread, default=0) <= len(self._in_flight), (unread, self._in_flight)
         num_held = sum(len(request.table.blocks) > 0 for request in self.running)
@@ -223,7 +220,7 @@ class Scheduler:
     def _enter_fork(self, entry: Entry, fork: Fork, draft: Draft) -> None:
         beam = entry.beam
         beam.move(Status.RUNNING)
-        beam.row = self._free_rows.pop()
+        beam.row = self._free_rows.take()
         beam.num_computed_tokens = entry.num_shared
         insort(self.running, beam, key=self.policy.running_key)
         draft.forks[beam] = NewSeq(
@@ -354,7 +351,7 @@ class Scheduler:
         # Right after a preemption the pool has no room to speak of.
         if draft.preempted or not self.waiting:
             return
-        owed = sum(map(self._owed, draft.prefills))
+        num_owed = sum(owed(request, self.kv_manager) for request in draft.prefills)
         # Each row may have a token to compute in every step.
         num_free_rows = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         num_free_rows -= sum(request.num_reserved_rows for request in self.running)
@@ -370,16 +367,14 @@ class Scheduler:
                 num_new = min(num_new, most_ahead(request, num_left, first))
                 if not num_new:
                     break
-            # Room for a whole prompt is asked for, beside what the prompts in chunks
-            # are still owed: no two ever count on the same blocks.
-            reserve = owed + self._watermark() + num_forks(request) if self.running else 0
-            block_ids = self.kv_manager.admit(request.table, hit, num_new, reserve)
+            kept = reserve(request, num_owed, len(self.running), self.kv_manager)
+            block_ids = self.kv_manager.admit(request.table, hit, num_new, kept)
             if block_ids is None:
                 break
             self.waiting.pop()
             self._enter_row(request, hit, draft, now)
             draft.add(request, num_new, block_ids)
-            owed += self._owed(request)
+            num_owed += owed(request, self.kv_manager)
             draft.prefills.append(request)
         assert self.running or not self.waiting, "a request that fits alone was not admitted"
 
@@ -387,17 +382,6 @@ class Scheduler:
         """Draft tokens for decodes, of what nobody else wants."""
         if self.speculation is not None:
             self.speculation.extend(draft, self.kv_manager)
-
-    def _owed(self, request: Request) -> int:
-        """Blocks that its known ids, and the beams to come, will take beyond those it has."""
-        return self.kv_manager.blocks_ahead(request.table) + num_forks(request)
-
-    def _watermark(self) -> int:
-        """Blocks that an admission leaves free, so that it does not force a
-        preemption a moment later: 1% of the pool, and what those who run will
-        take on average in the next four steps."""
-        soon = self.kv_manager.blocks_for(4 * len(self.running))
-        return max(self.kv_manager.num_usable_blocks // 100, soon)
 
     def _enter_row(self, request: Request, hit: PrefixHit, draft: Draft, now: float) -> None:
         """From the queue to a row, with the hit's KV found."""
@@ -414,7 +398,7 @@ class Scheduler:
             )
             draft.started.append(request)
         request.move(Status.RUNNING)
-        request.row = self._free_rows.pop()
+        request.row = self._free_rows.take()
         request.num_computed_tokens = num_cached
         insort(self.running, request, key=self.policy.running_key)
         draft.enter(request)
@@ -422,32 +406,23 @@ class Scheduler:
     def _leave_row(self, request: Request, *, told: bool = True) -> None:
         """told: whether the runner knows of it."""
         self.kv_manager.free(request.table)
-        self._free_rows.append(request.row)
-        if told:
-            self._rows_to_forget.append(request.row)
-        self._chosen.pop(request.row, None)
+        self._free_rows.give_back(request.row, told=told)
         request.row = -1
         request.num_draft_computed = 0
 
     def _seal(self, draft: Draft) -> StepPlan:
         self.step += 1
         # An empty plan is not launched, so it must not carry freed rows and moves away.
-        freed_rows: tuple[int, ...] = ()
-        chosen: tuple[tuple[int, int], ...] = ()
-        moves = NO_MOVES
+        moves, rows = NO_MOVES, NO_NEWS
         if draft.seqs:
-            moves = self.kv_manager.take_moves()
-            freed_rows = tuple(self._rows_to_forget)
-            self._rows_to_forget.clear()
-            chosen = tuple(self._chosen.items())
-            self._chosen.clear()
+            moves, rows = self.kv_manager.take_moves(), self._free_rows.tell()
             self._in_flight[self.step] = InFlight(draft.requests, draft.started)
         left = draft.budget + draft.held_back
         self.num_batched_tokens = self.limits.max_num_batched_tokens - left
         new_seqs = (*draft.new_seqs, *draft.forks.values())
         seqs = tuple(draft.seqs)
         drafts = draft.has_drafts, draft.draft_steps
-        return StepPlan(self.step, freed_rows, new_seqs, seqs, moves, chosen, *drafts)
+        return StepPlan(self.step, rows.freed, new_seqs, seqs, moves, rows.chosen, *drafts)
 
     def _advance_computed(self, draft: Draft) -> None:
         """The one place where num_computed_tokens moves forward after admission, and with it
@@ -529,7 +504,7 @@ class Scheduler:
         outcome.searched.append(leader)
         if group.take(beam, candidates):
             for staying in group.advance(now, self._drop_beam):
-                self._chosen[staying.row] = staying.token_ids[-1]
+                self._free_rows.choose(staying.row, staying.token_ids[-1])
         if search.done:
             self.total_output_tokens += search.num_output_tokens
             stopped = search.finish_reason is FinishReason.STOP
