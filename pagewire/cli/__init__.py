@@ -26,6 +26,8 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _ADDRESS_VARIABLE = "PAGEWIRE_ADDRESS"
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 _DEFAULT_HTTP = "127.0.0.1:8000"
+_CALM = {"temperature": 0.2, "top_p": 0.9}
+"""Small models wander off at temperature 1, and a person wants an answer that ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def fail(message: str) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that the command line gave, by their API names."""
+    """The sampling parameters of the command line, by their API names."""
     names = (
         "max_tokens",
         "temperature",
@@ -89,7 +91,8 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in names}
     if options.logit_bias is not None:
         given["logit_bias"] = dict(options.logit_bias)
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    return given if "temperature" in given else _CALM | given
 
 
 def _serve(arguments: list[str]) -> int:
@@ -118,16 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="start a server (its flags: pagewire serve --help)")
 
-    # Small models wander off at temperature 1, and a talk wants an answer that ends.
     chat = commands.add_parser(
         "chat",
         help="talk to a server's model",
-        description="Talk to a server's model. Unless told otherwise it answers at "
-        "temperature 0.2 with top_p 0.9.",
+        description="Talk to a server's model.",
     )
     _add_connection(chat)
     _add_sampling(chat)
-    chat.set_defaults(temperature=0.2, top_p=0.9)
     chat.add_argument("--system", metavar="TEXT", help="The conversation's system message.")
 
     generate = commands.add_parser("generate", help="continue one prompt")
@@ -229,7 +229,11 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "What is left out has the server's default.")
+    group = parser.add_argument_group(
+        "sampling",
+        "Without --temperature it is 0.2, and --top-p 0.9. What else is left out has the "
+        "server's default.",
+    )
     group.add_argument("--model", help="A name from `pagewire models`.")
     group.add_argument("--max-tokens", type=int, metavar="N")
     group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy.")

@@ -68,6 +68,27 @@ def test_generate_prints_the_text_and_nothing_else(
     assert not request.HasField("model")
 
 
+@pytest.mark.parametrize(
+    ("flags", "temperature", "top_p"),
+    [
+        ((), 0.2, 0.9),
+        (("--top-p=0.5",), 0.2, 0.5),
+        # Who names one wants that distribution, whole.
+        (("--temperature=1",), 1.0, None),
+        (("--temperature=1", "--top-p=0.5"), 1.0, 0.5),
+    ],
+)
+def test_generate_is_calm_unless_told_otherwise(
+    server: Server, flags: tuple[str, ...], temperature: float, top_p: float | None
+) -> None:
+    servicer, address = server
+    assert main(["generate", "hi", f"--address={address}", *flags]) == 0
+    sampling = servicer.requests[0].sampling_params
+    assert sampling.temperature == pytest.approx(temperature)
+    assert sampling.HasField("top_p") == (top_p is not None)
+    assert sampling.top_p == pytest.approx(top_p or 0.0)
+
+
 def test_generate_passes_on_what_changes_logits(server: Server) -> None:
     servicer, address = server
     flags = "--min-tokens=2 --repetition-penalty=1.5 --presence-penalty=0.5"
