@@ -1,7 +1,8 @@
 """Where the engines are: what --engine-address says, and what its names resolve to.
 
 The setting is a list of endpoints with commas between them. `dns+tcp://NAME:PORT` in
-it stands for every IPv4 address that the name has, looked up again and again.
+it stands for every IPv4 address that the name has, or every IPv6 address if it has no
+other, looked up again and again. Not for both: an engine of two addresses would be two.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class EngineAddresses:
                 self.fixed.append(part)
                 continue
             host, _, port = part.removeprefix(f"{_DNS}tcp://").rpartition(":")
-            if not host or not port.isdigit():
+            if not host or host.startswith("[") or not port.isdigit():
                 raise ConfigError(f"endpoint {part!r}: expected dns+tcp://NAME:PORT")
             self.names.append((host, int(port)))
 
@@ -81,6 +82,9 @@ def outputs_endpoint(endpoint: str, slot: int) -> str:
 
 
 async def _resolve(host: str, port: int) -> list[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    return sorted({str(address[4][0]) for address in found})
+    """As endpoints spell them."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    ipv4 = {str(address[0]) for family, *_, address in found if family == socket.AF_INET}
+    ipv6 = {f"[{address[0]}]" for family, *_, address in found if family == socket.AF_INET6}
+    # What needs a scope, fe80::1%eth0 say, is of one host's own network cards.
+    return sorted(ipv4 or {address for address in ipv6 if "%" not in address})

@@ -461,7 +461,7 @@ class EngineClient:
 
 def _reachable(endpoint: str) -> str:
     """What the engine may connect to, when nobody said. Raises ConfigError."""
-    if endpoint.startswith(("tcp://0.0.0.0:", "tcp://*:")):
+    if sockets.is_wildcard(endpoint):
         raise ConfigError(
             f"outputs_bind {endpoint!r} is a wildcard: set outputs_advertise to the address "
             "at which the engine reaches this frontend"

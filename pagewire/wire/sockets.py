@@ -42,8 +42,10 @@ PUSH_HWM = 128
 because a message has no size limit of its own: who sends keeps the rest, by bytes."""
 
 _IPC_PREFIX = "ipc://"
-# IPv6 is off: one name must not mean two addresses, of which one is bound.
-_TCP = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+|\*):(?P<port>\d{1,5}|\*)")
+_TCP = re.compile(
+    r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[(?P<ipv6>[0-9A-Fa-f:.]+)\]):(?P<port>\d{1,5}|\*)"
+)
+_WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104
 
 
 class BindError(OSError):
@@ -145,7 +147,6 @@ def close_bound(socket: Any) -> None:
 
 
 def _set_common(socket: Any) -> None:
-    socket.setsockopt(zmq.IPV6, 0)
     # Keeps NAT and firewall entries alive, and ends what the other side forgot.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
@@ -153,11 +154,19 @@ def _set_common(socket: Any) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
+def _set_family(socket: Any, endpoint: str) -> None:
+    """IPv6 only for an address of it: one name must not mean two addresses, of which one is
+    bound."""
+    match = _TCP.fullmatch(endpoint)
+    socket.setsockopt(zmq.IPV6, int(match is not None and match["ipv6"] is not None))
+
+
 def _bind(socket: Any, endpoint: str) -> Any:
     try:
         path = check_endpoint(endpoint, bind=True)
         if path is not None:
             _remove_stale(endpoint, path)
+        _set_family(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(0)
@@ -175,6 +184,7 @@ def connect(socket: Any, endpoint: str) -> Any:
     the endpoint is malformed."""
     try:
         check_endpoint(endpoint, bind=False)
+        _set_family(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         socket.close(0)
@@ -185,21 +195,32 @@ def connect(socket: Any, endpoint: str) -> Any:
     return socket
 
 
+def is_wildcard(endpoint: str) -> bool:
+    """Whether it is bound on every address, so that nobody can connect to it as it stands."""
+    match = _TCP.fullmatch(endpoint)
+    return match is not None and match["host"] in _WILDCARDS
+
+
 def check_endpoint(endpoint: str, *, bind: bool) -> str | None:
     """The file path of an ipc endpoint that has one, else None.
 
-    Raises ConfigError unless it is ipc://PATH or tcp://HOST:PORT. Port 0 and
-    the wildcards * are for binding only.
+    Raises ConfigError unless it is ipc://PATH or tcp://HOST:PORT, where HOST is a name, an
+    IPv4 address or an IPv6 address in brackets. Port 0 and wildcards are for binding only.
     """
     if endpoint.startswith(_IPC_PREFIX):
         return _check_ipc(endpoint, bind=bind)
     match = _TCP.fullmatch(endpoint)
     if match is None:
-        raise ConfigError(f"endpoint {endpoint!r}: expected ipc://PATH or tcp://HOST:PORT (IPv4)")
+        raise ConfigError(f"endpoint {endpoint!r}: expected ipc://PATH or tcp://HOST:PORT")
     host, port = match["host"], match["port"]
+    if match["ipv6"] is not None:
+        try:
+            ipaddress.IPv6Address(match["ipv6"])
+        except ValueError as error:
+            raise ConfigError(f"endpoint {endpoint!r}: {error}") from None
     if port != "*" and int(port) > 65535:
         raise ConfigError(f"endpoint {endpoint!r}: the port is above 65535")
-    if not bind and (host in ("*", "0.0.0.0") or port in ("*", "0")):  # noqa: S104
+    if not bind and (host in _WILDCARDS or port in ("*", "0")):
         raise ConfigError(f"endpoint {endpoint!r}: an address to connect to has no wildcards")
     return None
 
@@ -211,7 +232,7 @@ def require_local(endpoint: str, setting: str, *, allow_remote: bool) -> None:
         return
     host = match["host"]
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
+        if ipaddress.ip_address(match["ipv6"] or host).is_loopback:
             return
     if host != "localhost":
         raise ConfigError(

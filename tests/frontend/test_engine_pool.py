@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from frontend.engine_addresses import EngineAddresses, outputs_endpoint
 from frontend.engine_pool import EnginePool
 from pagewire.config import FrontendConfig
 from pagewire.errors import ConfigError
+from pagewire.wire.sockets import check_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,7 +53,18 @@ def test_a_list() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["", "tcp://a:1,", "tcp://a", "udp://a:1", "dns+ipc:///tmp/b", "dns+tcp://:1", "tcp://a:0"],
+    [
+        *(
+            "",
+            "tcp://a:1,",
+            "tcp://a",
+            "udp://a:1",
+            "dns+ipc:///tmp/b",
+            "dns+tcp://:1",
+            "tcp://a:0",
+        ),
+        "dns+tcp://[::1]:1",
+    ],
 )
 def test_what_is_no_address(setting: str) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
@@ -84,9 +97,31 @@ async def test_a_real_name() -> None:
     assert await addresses.lookup() == ["tcp://127.0.0.1:5557"]
 
 
+async def test_a_name_without_ipv4_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipv4 = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 1))]
+    ipv6 = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, 1, 0, 0))
+        for address in ("fd00::2", "fd00::1", "fe80::1%eth0")
+    ]
+    answers = [ipv4 + ipv6, ipv6]
+
+    async def getaddrinfo(*_: object, **__: object) -> Any:
+        return answers.pop(0)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    addresses = EngineAddresses("dns+tcp://engines:1")
+    # An engine that has both is one engine.
+    assert await addresses.lookup() == ["tcp://10.0.0.1:1"]
+    found = await addresses.lookup()
+    assert found == ["tcp://[fd00::1]:1", "tcp://[fd00::2]:1"]
+    for endpoint in found:
+        check_endpoint(endpoint, bind=False)
+
+
 def test_where_outputs_come() -> None:
     assert outputs_endpoint("tcp://127.0.0.1:5558", 0) == "tcp://127.0.0.1:5558"
     assert outputs_endpoint("tcp://127.0.0.1:5558", 2) == "tcp://127.0.0.1:5560"
+    assert outputs_endpoint("tcp://[::1]:5558", 2) == "tcp://[::1]:5560"
     assert outputs_endpoint("tcp://127.0.0.1:0", 2) == "tcp://127.0.0.1:0"
     assert outputs_endpoint("tcp://127.0.0.1:*", 2) == "tcp://127.0.0.1:*"
     assert outputs_endpoint("ipc:///run/outputs", 2) == "ipc:///run/outputs.2"

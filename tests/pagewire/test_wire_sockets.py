@@ -54,15 +54,32 @@ def ipc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "ipc://wire.sock"
 
 
-@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def has_ipv6() -> bool:
+    try:
+        with posix.create_server(("::1", 0), family=posix.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("tcp://127.0.0.1", "ipc"),
+        pytest.param(
+            "tcp://[::1]",
+            marks=pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback"),
+        ),
+    ],
+)
 def test_commands_and_outputs_pass(context: zmq.Context[Any], kind: str, ipc: str) -> None:
-    router = bind_commands(context, "tcp://127.0.0.1:0" if kind == "tcp" else ipc)
+    router = bind_commands(context, ipc if kind == "ipc" else f"{kind}:0")
     dealer = connect_commands(context, bound_endpoint(router))
     dealer.send_multipart([b"a", b"b"])
     assert router.poll(WAIT_MS)
     identity, *frames = router.recv_multipart()
     assert (len(identity), frames) == (17, [b"a", b"b"])
-    pull = bind_outputs(context, "tcp://127.0.0.1:*" if kind == "tcp" else "ipc://outputs.sock")
+    pull = bind_outputs(context, "ipc://outputs.sock" if kind == "ipc" else f"{kind}:*")
     push = connect_outputs(context, bound_endpoint(pull))
     push.send_multipart([b"c", b"d"], zmq.NOBLOCK)
     assert pull.poll(WAIT_MS)
@@ -78,7 +95,9 @@ def test_commands_and_outputs_pass(context: zmq.Context[Any], kind: str, ipc: st
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:x",
         "tcp://127.0.0.1:65536",
-        "tcp://[::1]:5557",
+        "tcp://::1:5557",
+        "tcp://[::1:5557",
+        "tcp://[1:2]:5557",
         "tcp://eth0;127.0.0.1:5557",
         "ipc://",
         "",
@@ -90,7 +109,9 @@ def test_a_malformed_endpoint_is_a_config_error(context: zmq.Context[Any], endpo
             make(context, endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://h:0", "ipc://*"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://h:0", "ipc://*"]
+)
 def test_one_cannot_connect_to_a_wildcard(context: zmq.Context[Any], endpoint: str) -> None:
     with pytest.raises(ConfigError):
         connect_outputs(context, endpoint)
