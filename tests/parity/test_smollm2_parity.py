@@ -81,7 +81,8 @@ def test_safetensors_tokens_equal_transformers(
     tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     loaded = load(str(export_safetensors(tmp_path / "smollm2")), "cpu")
-    assert_same_tokens(Engine(loaded).generate(prompts, NUM_TOKENS), expected)
+    ours = Engine(loaded).generate([prompts[i] for i in FEW], NUM_TOKENS)
+    assert_same_tokens(ours, [expected[i] for i in FEW])
 
 
 def test_logits_agree(
