@@ -80,7 +80,7 @@ def test_flags_in_the_docs_exist(name: str) -> None:
         "--config", "--help", "--temperature", "--max-tokens", "--chat", "--json", "--build",
         "--wait", "--follow", "--no-reflection", "--no-enable-prefix-caching", "--tenant",
         "--tls-ca", "--api-key", "--http", "--once", "--interval",
-        "--no-web-page", "--profile", "--build-arg", "--enable-feature",
+        "--no-web-page", "--profile", "--build-arg", "--cpus", "--enable-feature",
         # smg's
         "--target", "--backend", "--policy", "--tokenizer-path", "--worker-urls",
     }  # fmt: skip
