@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from engine_core.model.quantization import Quantization
 
 BLOCK_SIZE = 16
-KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "int8")
 REFERENCE = "float32"
 MODES: dict[str, tuple[torch.dtype, Quantization]] = {
     REFERENCE: (torch.float32, "none"),

@@ -128,7 +128,12 @@ def build_engine(
     dtype = device.resolve_dtype(config.dtype, opened.config.dtype)
     ops = _load_ops(config, device, dtype)
     quantization = resolve_quantization(config, opened, ops)
-    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, ops)
+    kv_dtype = resolve_kv_cache_dtype(
+        config.kv_cache_dtype,
+        dtype,
+        ops,
+        rounds_activations=config.dtype == "auto" and quantization != "none",
+    )
     kv_scales = None
     if kv_dtype == FP8:
         heads = share_heads(

@@ -13,7 +13,7 @@ from engine_core.device.roofline import GPUS, ModelCost
 from engine_core.device.sim import SimDevice
 from engine_core.engine_builder import BuiltEngine, make_prefill_budget, overlaps
 from engine_core.grammar.vocabulary import read_vocabulary
-from engine_core.model.kv_scales import KV_DTYPES, describe_kv_cache
+from engine_core.model.kv_scales import FP8, INT8, KV_DTYPES, describe_kv_cache
 from engine_core.model.loader import read_config
 from engine_core.model.registry import find_architecture
 from engine_core.runner.sim_runner import SimRunner, find_unsimulated, printable_ids
@@ -42,6 +42,10 @@ def build_simulated(config: EngineConfig) -> BuiltEngine:
     dtype = device.resolve_dtype(config.dtype, model.dtype)
     shapes = find_architecture(model.architecture, str(source.path)).tensor_shapes(model)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    if kv_dtype not in (dtype, FP8, INT8):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: GPUs have no such cache beside {dtype}"
+        )
     cost = ModelCost.of(model, sum(map(math.prod, shapes.values())), dtype, kv_dtype)
     max_num_batched_tokens = config.max_num_batched_tokens or device.default_max_num_batched_tokens
     device.hold(cost.weight_bytes)

@@ -253,6 +253,9 @@ class Ops(Protocol):
     kv_cache_dtypes: frozenset[torch.dtype]
     """Of 8 bits that its caches may have, besides the dtypes of floats."""
 
+    has_narrow_kv_caches: bool
+    """Whether caches of bfloat16 and float16 go with tensors of float32."""
+
     computes_fp8: bool
     """Whether products with fp8 weights use their codes; else prepare_fp8_linear makes
     floats of them and says so in the log. Where the device multiplies fp8, x is quantized

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _DTYPES = {
     "F": (torch.float32, torch.bfloat16, torch.float16),
     "float32": (torch.float32,),
+    "half": (torch.bfloat16, torch.float16),
     "int32": (torch.int32,),
     "int64": (torch.int64,),
     "float8": (torch.float8_e4m3fn,),
@@ -85,8 +86,9 @@ class Signature:
     """The arguments of one op: name="dtype: dimensions".
 
     dtype is F (one float type, the same for all F arguments of a call),
-    float32, int32, int64, int8 or float8 (e4m3fn). A dimension is a name, a number, "2*I" or
-    "R+1". An argument named with dtype "float32?" may be None, or left out at the end.
+    float32, half (bfloat16 or float16), int32, int64, int8 or float8 (e4m3fn). A dimension is
+    a name, a number, "2*I" or "R+1". An argument named with dtype "float32?" may be None, or
+    left out at the end.
     """
 
     def __init__(self, op: str, **arguments: str) -> None:
@@ -159,8 +161,8 @@ class Signature:
 
 
 class CacheSignature:
-    """The arguments of an op on a KV cache: those of dtype C are F, float8 or int8, and of
-    the latter two there are k_scale and v_scale, the last arguments."""
+    """The arguments of an op on a KV cache: those of dtype C are F, half where F is float32,
+    float8 or int8, and of the latter two there are k_scale and v_scale, the last arguments."""
 
     def __init__(self, op: str, *, reads_scales: bool = True, **arguments: str) -> None:
         """reads_scales: of float8 caches; those of int8 lie beside the codes."""
@@ -172,6 +174,7 @@ class CacheSignature:
 
         self._op = op
         self._floats = with_codes("F", None)
+        self._halves = with_codes("half", None)
         self._codes = {
             torch.float8_e4m3fn: with_codes("float8", "float32: Hk" if reads_scales else None),
             torch.int8: with_codes("int8", "float32: N Hk B"),
@@ -184,7 +187,9 @@ class CacheSignature:
         scales: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
         """arguments: all but scales, and cache is one of them. Raises ShapeError."""
-        signature = self._codes.get(cache.dtype, self._floats)
+        first = arguments[0]
+        is_narrow = first is not None and first.dtype == torch.float32 != cache.dtype
+        signature = self._codes.get(cache.dtype, self._halves if is_narrow else self._floats)
         if len(arguments) < signature.num_arguments:
             signature.check(*arguments, *scales)
             return

@@ -231,8 +231,11 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     kv_cache_memory: MemorySize | None = None
     """KV cache size on a CPU, such as 512MiB or 4GiB. Default: an eighth of the
     free memory, at most 4GiB."""
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"
-    """What the KV cache holds. auto: the numbers that are computed. fp8 (e4m3) and int8: codes
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = (
+        "auto"
+    )
+    """What the KV cache holds. auto: the numbers that are computed, but bfloat16 beside packed
+    weights where those are float32 by --dtype auto. fp8 (e4m3) and int8: codes
     of one byte, so that nearly twice as many tokens fit as in 16 bits, and a quarter of the
     bytes of float32 is read. Both cost a little accuracy."""
     enable_prefix_caching: bool = True

@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     from kernels.ops import Ops
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-KV_DTYPES = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8}
-"""What EngineConfig.kv_cache_dtype names; auto is the dtype that is computed in."""
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": FP8,
+    "fp8_e4m3": FP8,
+    "int8": INT8,
+}
+"""What EngineConfig.kv_cache_dtype names, but for auto."""
 _STORED = {
     "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
@@ -28,21 +35,29 @@ LayerScales = tuple[torch.Tensor, torch.Tensor]
 """Of keys and of values, [Hk] float32 each."""
 
 
-def resolve_kv_cache_dtype(requested: str, dtype: torch.dtype, ops: Ops) -> torch.dtype:
-    """requested as EngineConfig.kv_cache_dtype has it, dtype what is computed in. Raises
-    ConfigError."""
-    kv_dtype = KV_DTYPES.get(requested, dtype)
-    if kv_dtype != dtype and kv_dtype not in ops.kv_cache_dtypes:
+def resolve_kv_cache_dtype(
+    requested: str, dtype: torch.dtype, ops: Ops, *, rounds_activations: bool = False
+) -> torch.dtype:
+    """requested as EngineConfig.kv_cache_dtype has it, dtype what is computed in.
+    rounds_activations: whether products take them in 8 bits, so that float32 in the cache would
+    cost twice the bytes and gain nothing. Raises ConfigError."""
+    has_halves = dtype == torch.float32 and ops.has_narrow_kv_caches
+    if requested == "auto":
+        return torch.bfloat16 if rounds_activations and has_halves else dtype
+    kv_dtype = KV_DTYPES[requested]
+    is_half = has_halves and kv_dtype in (torch.bfloat16, torch.float16)
+    if kv_dtype != dtype and not is_half and kv_dtype not in ops.kv_cache_dtypes:
+        name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"--kv-cache-dtype {requested}: the {ops.name} kernels have no such cache"
+            f"--kv-cache-dtype {requested}: the {ops.name} kernels have no such cache beside {name}"
         )
     return kv_dtype
 
 
 def describe_kv_cache(computation: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """For people: computation, and what the KV cache holds where that is not dtype."""
-    name = {FP8: "fp8", INT8: "int8"}.get(kv_dtype)
-    return computation if name is None or kv_dtype == dtype else f"{computation}, {name} KV cache"
+    name = "fp8" if kv_dtype == FP8 else str(kv_dtype).removeprefix("torch.")
+    return computation if kv_dtype == dtype else f"{computation}, {name} KV cache"
 
 
 def kv_scale_names(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> set[str]:

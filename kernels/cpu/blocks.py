@@ -141,7 +141,7 @@ class _NativeRun:
             assert geometry in (None, (num_blocks, block_size)), (geometry, k_cache.shape)
             geometry = (num_blocks, block_size)
             native.k_cache, native.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-            native.codes = cache_codes(k_cache, *scales)
+            native.codes = cache_codes(k_cache, residual.dtype, *scales)
             native.num_blocks, native.block_size = num_blocks, block_size
             native.k_block, native.k_slot, native.k_head = k_cache.stride()[:3]
             native.v_block, native.v_slot, native.v_head = v_cache.stride()[:3]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 FLOAT_CACHE, E4M3_CACHE, INT8_CACHE = 0, 1, 2
+HALF_CACHES = {torch.bfloat16: 3, torch.float16: 4}
 """The codes of enum CacheFormat in csrc/cache_codes.h."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of enum Dtype in csrc/api.h."""
@@ -251,11 +252,14 @@ def table_sizes(cos_sin: torch.Tensor | None, head_dim: int) -> tuple[int, int]:
 
 
 def cache_codes(
-    cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+    cache: torch.Tensor,
+    dtype: torch.dtype,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> CacheCodes:
-    """Of scales that shapes.CacheSignature has seen."""
+    """Of a cache beside tensors of dtype, and scales that shapes.CacheSignature has seen."""
     if k_scale is None or v_scale is None:
-        return CacheCodes(FLOAT_CACHE)
+        return CacheCodes(FLOAT_CACHE if cache.dtype == dtype else HALF_CACHES[cache.dtype])
     assert k_scale.stride(-1) == 1 and v_scale.stride(-1) == 1
     pointers = (k_scale.data_ptr(), v_scale.data_ptr())
     if cache.dtype == torch.float8_e4m3fn:

@@ -113,6 +113,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
 
     name = "cpu"
     kv_cache_dtypes = frozenset((torch.float8_e4m3fn, torch.int8))
+    has_narrow_kv_caches = True
 
     def __init__(self, lib: Library) -> None:
         self._lib = lib
@@ -315,7 +316,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
             pointer(cos_sin),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
-            ctypes.byref(cache_codes(k_cache, k_scale, v_scale)),
+            ctypes.byref(cache_codes(k_cache, q.dtype, k_scale, v_scale)),
             slot_mapping.data_ptr(),
             ctypes.byref(sizes),
             ctypes.byref(norms),
@@ -361,7 +362,7 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
             q.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
-            ctypes.byref(cache_codes(k_cache, k_scale, v_scale)),
+            ctypes.byref(cache_codes(k_cache, q.dtype, k_scale, v_scale)),
             out.data_ptr(),
             starts.data_ptr(),
             seq_lens.data_ptr(),

@@ -67,6 +67,7 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
     name = "cuda"
 
     kv_cache_dtypes = frozenset((torch.float8_e4m3fn, torch.int8))
+    has_narrow_kv_caches = False
     computes_int4 = True
     computes_fp8 = True
     _is_invariant = False

@@ -46,6 +46,7 @@ class ReferenceOps(
 
     name = "reference"
     kv_cache_dtypes = frozenset((torch.float8_e4m3fn, torch.int8))
+    has_narrow_kv_caches = True
 
     def __init__(self, compute: torch.dtype = torch.float32) -> None:
         self._compute = compute

@@ -18,6 +18,7 @@ from engine_core.model.loader import open_model
 from engine_core.runner.kv_caches import allocate_kv_caches
 from engine_core.runner.kv_calibration import calibrate_kv_scales
 from engine_core.sim_builder import build_simulated
+from kernels.reference.ops import ReferenceOps
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError, ModelLoadError
 from pagewire.model_source import resolve_model
@@ -78,11 +79,38 @@ def test_a_host_tier_holds_codes_and_scales(path: str) -> None:
 
 
 def test_kernels_without_such_a_cache_refuse_it() -> None:
-    ops = cast("Ops", SimpleNamespace(name="odd", kv_cache_dtypes=frozenset((FP8,))))
+    caches = {"kv_cache_dtypes": frozenset((FP8,)), "has_narrow_kv_caches": False}
+    ops = cast("Ops", SimpleNamespace(name="odd", **caches))
     assert resolve_kv_cache_dtype("fp8", torch.bfloat16, ops) == FP8
     assert resolve_kv_cache_dtype("auto", torch.bfloat16, ops) == torch.bfloat16
+    assert resolve_kv_cache_dtype("auto", F32, ops, rounds_activations=True) == F32
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8: the odd kernels have no such"):
         resolve_kv_cache_dtype("int8", torch.bfloat16, ops)
+    with pytest.raises(ConfigError, match=r"bfloat16: the odd kernels .* beside float32"):
+        resolve_kv_cache_dtype("bfloat16", F32, ops)
+
+
+def test_16_bits_beside_float32() -> None:
+    ops = ReferenceOps()
+    assert resolve_kv_cache_dtype("auto", F32, ops) == F32
+    assert resolve_kv_cache_dtype("auto", F32, ops, rounds_activations=True) == torch.bfloat16
+    assert resolve_kv_cache_dtype("float32", F32, ops, rounds_activations=True) == F32
+    assert resolve_kv_cache_dtype("float16", F32, ops) == torch.float16
+    narrow = torch.bfloat16
+    assert resolve_kv_cache_dtype("auto", narrow, ops, rounds_activations=True) == narrow
+    with pytest.raises(ConfigError, match=r"float16: the reference kernels .* beside bfloat16"):
+        resolve_kv_cache_dtype("float16", narrow, ops)
+
+
+def test_packed_weights_have_a_cache_of_16_bits_where_nobody_asked_for_float32(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("engine_core.device.cpu.multiplies_bfloat16", lambda: False)
+    packed = build(path, dtype="auto", quantization="int8")
+    assert packed.dtype == "float32 with int8 weights, bfloat16 KV cache"
+    assert packed.num_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 2 * 32)
+    assert build(path, dtype="float32", quantization="int8").dtype == "float32 with int8 weights"
+    assert build(path, dtype="auto").dtype == "float32"
 
 
 def test_is_simulated(path: str) -> None:
@@ -95,6 +123,8 @@ def test_is_simulated(path: str) -> None:
     assert simulate("fp8").num_blocks == 2 * simulate("auto").num_blocks
     assert simulate("int8").num_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 36)
     assert simulate("int8").dtype == "bfloat16, int8 KV cache"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype float16: GPUs have no such cache"):
+        simulate("float16")
 
 
 class TestStoredScales:

@@ -33,7 +33,6 @@ int64_t padded(int64_t n) { return (n + 2 * W - 1) / (2 * W) * (2 * W); }
 
 template <class T, class C>
 struct Attention {
-  static constexpr bool HAS_SCALES = !std::is_same_v<C, T>;
   const AttentionSizes& n;
   const T* q;
   const C *k_cache, *v_cache;
@@ -61,7 +60,7 @@ struct Attention {
   // where there are none.
   const StepScales* find_scales(const Item& item, int64_t kv_head, int64_t key, int64_t first,
                                 int64_t count, StepScales& to) const {
-    if constexpr (!HAS_SCALES) return nullptr;
+    if constexpr (!IS_CODE<C>) return nullptr;
     if constexpr (std::is_same_v<C, e4m3>) {
       std::fill_n(to.keys, KEYS, codes.k_scale[kv_head]);
       std::fill_n(to.values, KEYS, codes.v_scale[kv_head]);

@@ -1,4 +1,5 @@
-// KV caches of 8 bits: e4m3 floats (Micikevicius et al., arXiv:2209.05433) or int8, times scales.
+// What KV caches hold: numbers of the tensors' own type, 16-bit floats beside float32, or codes of
+// 8 bits: e4m3 floats (Micikevicius et al., arXiv:2209.05433) or int8, times scales.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +7,7 @@
 
 #include "api.h"
 
-// What kernels/cpu/library.py calls CacheCodes: nothing but format is read of FLOAT_CACHE.
+// What kernels/cpu/library.py calls CacheCodes: nothing but format is read where there are no codes.
 struct CacheCodes {
   int64_t format;  // enum CacheFormat
   // Of e4m3 [kv_heads], read. Of int8 [blocks, kv_heads, slots], slots dense: written with the
@@ -17,7 +18,14 @@ struct CacheCodes {
 
 namespace pagewire {
 
-enum CacheFormat : int64_t { FLOAT_CACHE = 0, E4M3_CACHE = 1, INT8_CACHE = 2 };
+// FLOAT_CACHE is of the tensors' own type, the other two floats lie beside float32.
+enum CacheFormat : int64_t {
+  FLOAT_CACHE = 0,
+  E4M3_CACHE = 1,
+  INT8_CACHE = 2,
+  BFLOAT16_CACHE = 3,
+  FLOAT16_CACHE = 4
+};
 
 struct e4m3 {
   uint8_t bits;
@@ -26,12 +34,19 @@ struct int8 {
   int8_t code;
 };
 
+template <class C>
+constexpr bool IS_CODE = std::is_same_v<C, e4m3> || std::is_same_v<C, int8>;
+
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef int8_t vsb __attribute__((vector_size(W)));
 
 // Calls call(C{}) with the element type of a cache beside tensors of T.
 template <class T, class F>
 auto with_cache(int64_t format, T plain, const F& call) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (format == BFLOAT16_CACHE) return call(bf16{});
+    if (format == FLOAT16_CACHE) return call(f16{});
+  }
   switch (format) {
     case E4M3_CACHE:
       return call(e4m3{});

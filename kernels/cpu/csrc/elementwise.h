@@ -108,11 +108,20 @@ struct HeadNorms {
   float eps;
 };
 
+template <class T, class C>
+void round_row(const T* from, C* to, int64_t dim) {
+  int64_t i = 0;
+  for (; i + W <= dim; i += W) store(to + i, load(from + i));
+  if (i < dim) store_first(to + i, load_first(from + i, dim - i), dim - i);
+}
+
 // Writes a head's row as the cache holds it.
 template <class T, class C>
 void write_row(const T* from, C* to, int64_t dim, float* scale) {
   if constexpr (std::is_same_v<C, T>)
     std::memcpy(to, from, size_t(dim) * sizeof(T));
+  else if constexpr (!IS_CODE<C>)
+    round_row(from, to, dim);
   else if constexpr (std::is_same_v<C, e4m3>)
     encode_row(from, *scale, dim, to);
   else
@@ -125,7 +134,6 @@ template <class T, class C>
 void rope_and_cache(const RopeSizes& n, const HeadNorms& norms, T* q, const T* k, const T* v,
                     const int64_t* positions, const float* cos_sin, C* k_cache, C* v_cache,
                     const CacheCodes& codes, const int64_t* slots, int threads) {
-  constexpr bool IS_FLOAT = std::is_same_v<C, T>;
   int64_t half = n.rotary_dim / 2;
   const T *q_norm = static_cast<const T*>(norms.q), *k_norm = static_cast<const T*>(norms.k);
   for_rows(n.tokens, (n.heads + 2 * n.kv_heads) * n.head_dim, threads, [&](int64_t t) {
@@ -144,7 +152,7 @@ void rope_and_cache(const RopeSizes& n, const HeadNorms& norms, T* q, const T* k
       C* k_to = k_cache + block * n.k_block + offset * n.k_slot + h * n.k_cache_head;
       C* v_to = v_cache + block * n.v_block + offset * n.v_slot + h * n.v_cache_head;
       float *k_scale = nullptr, *v_scale = nullptr;
-      if constexpr (!IS_FLOAT) {
+      if constexpr (IS_CODE<C>) {
         bool is_paged = std::is_same_v<C, int8>;
         k_scale = codes.k_scale + (is_paged ? block * codes.k_block + h * codes.k_head + offset : h);
         v_scale = codes.v_scale + (is_paged ? block * codes.v_block + h * codes.v_head + offset : h);
@@ -155,7 +163,7 @@ void rope_and_cache(const RopeSizes& n, const HeadNorms& norms, T* q, const T* k
         normalize(k_from, k_norm, normed, n.head_dim, norms.eps);
         k_from = normed;
       }
-      if constexpr (IS_FLOAT) {
+      if constexpr (std::is_same_v<C, T>) {
         rotate_head(k_from, k_to, cos, sin, half, n.head_dim);
       } else {
         T* rotated = scratch<RotatedKey, T>(size_t(n.head_dim));
