@@ -215,19 +215,19 @@ _TILES = """
 #include "tiles.h"
 using namespace pagewire;
 extern "C" {
-void ours_load(const void* p, long stride) { tiles::load<3>(p, stride); }
+void ours_load(const void* p, long stride) { tile_registers::load<3>(p, stride); }
 void theirs_load(const void* p, long stride) { _tile_loadd(3, p, stride); }
-void ours_store(void* p, long stride) { tiles::store<5>(p, stride); }
+void ours_store(void* p, long stride) { tile_registers::store<5>(p, stride); }
 void theirs_store(void* p, long stride) { _tile_stored(5, p, stride); }
-void ours_zero() { tiles::zero<7>(); }
+void ours_zero() { tile_registers::zero<7>(); }
 void theirs_zero() { _tile_zero(7); }
-void ours_bfloat16() { tiles::add_bfloat16_product<0, 4, 6>(); }
+void ours_bfloat16() { tile_registers::add_bfloat16_product<0, 4, 6>(); }
 void theirs_bfloat16() { _tile_dpbf16ps(0, 4, 6); }
-void ours_bytes() { tiles::add_byte_product<1, 3, 5>(); }
+void ours_bytes() { tile_registers::add_byte_product<1, 3, 5>(); }
 void theirs_bytes() { _tile_dpbsud(1, 3, 5); }
-void ours_shapes(const TileShapes& shapes) { tiles::load_shapes(shapes); }
+void ours_shapes(const TileShapes& shapes) { tile_registers::load_shapes(shapes); }
 void theirs_shapes(const TileShapes& shapes) { _tile_loadconfig(&shapes); }
-void ours_release() { tiles::release(); }
+void ours_release() { tile_registers::release(); }
 void theirs_release() { _tile_release(); }
 }
 """

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _QUANTIZED = ("parallel", "product", "quant_pack", "quant_product", "weight")
-_ALL = tuple(sorted(path.stem for path in SOURCES.glob("*.cpp")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +37,23 @@ def emulated_avx_vnni(folder: Path) -> CpuOps:
     build()
     (avx2,) = (variant for variant in variants() if variant.name == "avx2")
     flags = (*avx2.flags, "-DPAGEWIRE_EMULATED_BYTE_DOTS")
-    # Functions that are not found in it are looked up in a library that it needs.
-    needed = ("-Wl,--no-as-needed", str(avx2.path()))
-    return CpuOps(_compile(folder, "avx_vnni", _QUANTIZED, flags, needed))
+    return CpuOps(_compile(folder, "avx_vnni", _QUANTIZED, flags, avx2))
 
 
 def emulated_amx(folder: Path) -> CpuOps:
-    """Everything in C++ for any CPU, with the vectors and panels of amx and the tile registers of
-    emulated_tiles.h. Its attention is that of portable. Builds it in folder."""
-    # Vectors of 16 take GCC 26 s of quant_product.cpp alone with -O2, the whole library 9 without.
+    """Products and experts in C++ for any CPU, with the vectors and panels of amx and the tile
+    registers of emulated_tiles.h; all other ops are those of the portable library. Stacks of blocks
+    are not to be run: that library's panels are others. Builds it in folder."""
+    build()
+    portable, *_ = variants()
+    # Vectors of 16 take GCC 26 s of quant_product.cpp alone with -O2, all sources 5 s without.
     flags = ("-DPAGEWIRE_EMULATED_TILES", f"-I{Path(__file__).parent}", "-O0")
-    return CpuOps(_compile(folder, "amx", _ALL, flags, ("-pthread",)))
+    sources = (*_QUANTIZED, "experts")
+    return CpuOps(_compile(folder, "amx", sources, flags, portable))
 
 
 def _compile(
-    folder: Path, name: str, sources: Sequence[str], flags: tuple[str, ...], link: tuple[str, ...]
+    folder: Path, name: str, sources: Sequence[str], flags: tuple[str, ...], rest: Variant
 ) -> Library:
     compiler = find_compiler()
 
@@ -65,5 +66,7 @@ def _compile(
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_source, sources))
     library = folder / f"emulated_{name}.so"
-    subprocess.run([*compiler, "-shared", *objects, *link, "-o", str(library)], check=True)
+    # Functions that are not found in it are looked up in a library that it needs.
+    needed = ["-Wl,--no-as-needed", str(rest.path())]
+    subprocess.run([*compiler, "-shared", *objects, *needed, "-o", str(library)], check=True)
     return Library(_Emulated(name, flags, file=library))

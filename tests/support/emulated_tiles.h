@@ -7,7 +7,7 @@
 #include <cstdlib>
 
 namespace pagewire {
-namespace tiles {
+namespace tile_registers {
 
 inline thread_local TileShapes shapes(0);
 inline thread_local uint8_t registers[8][TILE_ROWS][TILE_BYTES];
@@ -112,10 +112,10 @@ inline void add_byte_product() {
     }
 }
 
-}  // namespace tiles
+}  // namespace tile_registers
 }  // namespace pagewire
 
 // Whether the calling thread has tiles in use.
 extern "C" __attribute__((visibility("default"), used)) inline bool pagewire_tiles_in_use() {
-  return pagewire::tiles::shapes.palette != 0;
+  return pagewire::tile_registers::shapes.palette != 0;
 }

@@ -35,7 +35,7 @@ struct Products {
 // The products of a block of codes with a block of 16 prepared rows.
 template <class F>
 inline void multiply(const uint8_t* block, const char* x, int64_t row_bytes, Products<F>& to) {
-  using namespace tiles;
+  using namespace tile_registers;
   constexpr int64_t HALF = BLOCK / F::HALVES;
   alignas(64) uint8_t unpacked[BLOCK * GROUP];
   const uint8_t* codes = block;

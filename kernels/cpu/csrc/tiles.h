@@ -54,7 +54,7 @@ static_assert(sizeof(TileShapes) == 64);
 #else
 
 namespace pagewire {
-namespace tiles {
+namespace tile_registers {
 
 inline void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
 inline void release() { asm volatile("tilerelease"); }
@@ -87,18 +87,18 @@ inline void add_byte_product() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-}  // namespace tiles
+}  // namespace tile_registers
 }  // namespace pagewire
 
 #endif
 
 namespace pagewire {
-namespace tiles {
+namespace tile_registers {
 
 // Those that this thread has loaded; palette 0 is none.
 inline thread_local TileShapes loaded(0);
 
-}  // namespace tiles
+}  // namespace tile_registers
 
 // While one lives, its thread's registers belong to this library, and shapes that stay the same are
 // loaded once. Afterwards they are released: other libraries of the process load shapes of their
@@ -109,16 +109,16 @@ class TileScope {
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
   ~TileScope() {
-    if (tiles::loaded.palette == 0) return;
-    tiles::release();
-    tiles::loaded.palette = 0;
+    if (tile_registers::loaded.palette == 0) return;
+    tile_registers::release();
+    tile_registers::loaded.palette = 0;
   }
 
   // All registers are zero if the shapes are not those that were there.
   static void use(const TileShapes& shapes) {
-    if (std::memcmp(&tiles::loaded, &shapes, sizeof shapes) == 0) return;
-    tiles::load_shapes(shapes);
-    tiles::loaded = shapes;
+    if (std::memcmp(&tile_registers::loaded, &shapes, sizeof shapes) == 0) return;
+    tile_registers::load_shapes(shapes);
+    tile_registers::loaded = shapes;
   }
 };
 

@@ -38,7 +38,7 @@ inline TileShapes shapes(int64_t rows, int64_t pairs) {
 template <int ROW_TILES, bool FIRST>
 void multiply(const char* x, int64_t row_bytes, const char* weights, int64_t steps, bool add,
               float* sums) {
-  using namespace tiles;
+  using namespace tile_registers;
   const char* x1 = x + TILE_ROWS * row_bytes;
   float* sums1 = sums + TILE_ROWS * PANEL;
   if (add) {
