@@ -5,90 +5,23 @@
 //   sum += integer * (scale of the weights * scale of the row)
 //   sum += min * (scale of the row * sum of its bytes), where there is a min
 // A sum runs over the blocks in order whatever the number of rows: a row's result does not
-// depend on the rows beside it. A block of weights is unpacked once for up to ROWS rows. Where there
-// are tile registers, they take sixteens of rows (quant_tiles.h).
+// depend on the rows beside it. A block of weights is unpacked once for up to ROWS rows, or on AVX2, with
+// half the registers, for all (quant_unpacked.h). Where there are tile registers, they take sixteens
+// of rows (quant_tiles.h).
 
 #include <algorithm>
 
+#include "quant_dots.h"
 #include "quant_tiles.h"
+#include "quant_unpacked.h"
 
 namespace pagewire {
 namespace quant {
 namespace {
 
-constexpr int ROWS = W == 16 ? 16 : 4;    // of a register tile
-constexpr int ABREAST = W == 16 ? 8 : 4;  // rows whose sums of bytes grow in turn
-
-// PAGEWIRE_EMULATED_BYTE_DOTS: for tests on CPUs without them, what is done with these
-// instructions, but by dot4's general arithmetic.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(PAGEWIRE_EMULATED_BYTE_DOTS)
-constexpr bool BYTE_DOTS = true;
-#else
-constexpr bool BYTE_DOTS = false;
-#if defined(__AVX2__)
-#define PAGEWIRE_BYTE_PAIRS
-#endif
-#endif
-
-typedef int16_t vs __attribute__((vector_size(4 * W)));
-
-#if defined(PAGEWIRE_BYTE_PAIRS)
-// Each 16-bit word: the dot product of two unsigned bytes and two signed ones, which must fit.
-inline vs dot2(vi codes, vi x) {
-#if defined(__AVX512BW__)
-  return bits_as<vs>(_mm512_maddubs_epi16(bits_as<__m512i>(codes), bits_as<__m512i>(x)));
-#else
-  return bits_as<vs>(_mm256_maddubs_epi16(bits_as<__m256i>(codes), bits_as<__m256i>(x)));
-#endif
-}
-
-inline vi add_pairs(vs words) {
-#if defined(__AVX512BW__)
-  return bits_as<vi>(_mm512_madd_epi16(bits_as<__m512i>(words), _mm512_set1_epi16(1)));
-#else
-  return bits_as<vi>(_mm256_madd_epi16(bits_as<__m256i>(words), _mm256_set1_epi16(1)));
-#endif
-}
-
-// The same for codes up to 255, less 128 each: magnitudes fit, with their signs moved to x.
-inline vs dot2_less_128(vi codes, vi x) {
-#if defined(__AVX512BW__)
-  __m512i centred = _mm512_xor_si512(bits_as<__m512i>(codes), _mm512_set1_epi8(-128));
-  __m512i bytes = bits_as<__m512i>(x);
-  bytes = _mm512_mask_sub_epi8(bytes, _mm512_movepi8_mask(centred), _mm512_setzero_si512(), bytes);
-  return dot2(bits_as<vi>(_mm512_abs_epi8(centred)), bits_as<vi>(bytes));
-#else
-  __m256i centred = _mm256_xor_si256(bits_as<__m256i>(codes), _mm256_set1_epi8(-128));
-  __m256i bytes = _mm256_sign_epi8(bits_as<__m256i>(x), centred);
-  return dot2(bits_as<vi>(_mm256_abs_epi8(centred)), bits_as<vi>(bytes));
-#endif
-}
-#endif
-
-// sum += dot product of the four unsigned bytes and the four signed bytes of each lane.
-inline vi dot4(vi sum, vi codes, vi x) {
-#if defined(__AVX512VNNI__)
-  return bits_as<vi>(
-      _mm512_dpbusd_epi32(bits_as<__m512i>(sum), bits_as<__m512i>(codes), bits_as<__m512i>(x)));
-#elif defined(__AVXVNNI__)
-  return bits_as<vi>(
-      _mm256_dpbusd_avx_epi32(bits_as<__m256i>(sum), bits_as<__m256i>(codes), bits_as<__m256i>(x)));
-#else
-  // Even and odd bytes as words, whose products fit: 255 * 128 < 2^15.
-  vs even = bits_as<vs>(codes & 0x00ff00ff), odd = bits_as<vs>(bits_as<vw>(codes) >> 8);
-  vs x_even = (bits_as<vs>(x) << 8) >> 8, x_odd = bits_as<vs>(x) >> 8;
-  vi a = bits_as<vi>(even * x_even), b = bits_as<vi>(odd * x_odd);
-  return sum + (a >> 16) + ((a << 16) >> 16) + (b >> 16) + ((b << 16) >> 16);
-#endif
-}
-
-inline vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
-
-inline vi broadcast4(const int8_t* x) {
-  int32_t four;
-  std::memcpy(&four, x, sizeof four);
-  return splat_int(four);
-}
+// Of a register tile.
+constexpr int ROWS = W == 16 ? 16 : W == 8 ? unpacked::FEWEST - 1 : 4;
+constexpr int ABREAST = 8;  // rows whose sums of bytes grow in turn
 
 // Features 4 FROM to 4 TO of a block against one row; start is -LEAST_OFFSET * sum of x. Few rows
 // have too few sums in flight, so their integers are summed in two chains.
@@ -100,7 +33,8 @@ inline vf dot_block(const vi (&codes)[8], const int8_t* x, int32_t start) {
   if constexpr (BITS == 8) {
     static_assert(F::OFFSET == 128);
     PAGEWIRE_UNROLL
-    for (int j = FROM; j < TO; j++) sum += add_pairs(dot2_less_128(codes[j], broadcast4(x + 4 * j)));
+    for (int j = FROM; j < TO; j++)
+      sum += add_pairs(dot2_signed(less_128(codes[j]), broadcast4(x + 4 * j)));
     return to_floats(sum);
   }
   // So many words add up below 2^15: 2 * 15 * 127 * 8, and so on.
@@ -186,7 +120,7 @@ __attribute__((noinline)) void tile(const uint8_t* group, int64_t first, int64_t
     vi codes[8];
     F::unpack(codes_at, codes);
     Scales s = F::load_block(group, b, first);
-    if constexpr (BYTE_DOTS && M == ROWS) {
+    if constexpr (BYTE_DOTS && W == 16 && M == ROWS) {
       PAGEWIRE_UNROLL
       for (int m = 0; m < M; m += ABREAST)
         add_abreast<F>(codes, s, xs + m * row_bytes, row_bytes, acc + m);
@@ -227,22 +161,49 @@ void tiles(const uint8_t* group, int64_t first, int64_t blocks, const char* x, i
       tiles<F, M / 2>(group, first, blocks, x + r * row_bytes, row_bytes, rows - r, sums + r * PANEL);
 }
 
+// sums [rows][PANEL] of columns of a group from `first` on; returns how many columns.
 template <class F>
-void multiply_group(const uint8_t* group, int64_t first, int64_t blocks, const char* x,
-                    int64_t row_bytes, int64_t rows, float* sums) {
+int64_t multiply_group(const uint8_t* group, int64_t first, int64_t blocks, const char* x,
+                       int64_t row_bytes, int64_t rows, float* sums) {
 #if defined(PAGEWIRE_TILES)
   int64_t done = tiled::multiply_rows<F>(group, blocks, x, row_bytes, rows, sums);
   tiles<F, ROWS / 2>(group, first, blocks, x + done * row_bytes, row_bytes, rows - done,
                      sums + done * PANEL);
 #else
+  if constexpr (PANEL == GROUP) {
+    if (rows >= unpacked::FEWEST) {
+      unpacked::multiply<F>(group, blocks, x, row_bytes, rows, sums);
+      return PANEL;
+    }
+  }
   tiles<F, ROWS>(group, first, blocks, x, row_bytes, rows, sums);
 #endif
+  return W;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Integers that fit into bytes as bytes, and the sums of both halves.
+inline void narrow(const vi (&from)[BLOCK / W], int8_t* to, int32_t (&sums)[2]) {
+  __m256i words[2];
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < 2; i++)
+    words[i] = _mm256_packs_epi32(bits_as<__m256i>(from[2 * i]), bits_as<__m256i>(from[2 * i + 1]));
+  // Packing takes the low halves of its operands' vectors before the high ones.
+  __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
+  std::memcpy(to, &bytes, sizeof bytes);
+  // As unsigned bytes, 128 more each, which are summed eight at a time.
+  __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), __m256i{});
+  int64_t each[4];
+  std::memcpy(each, &eights, sizeof eights);
+  for (int half = 0; half < 2; half++)
+    sums[half] = int32_t(each[2 * half] + each[2 * half + 1]) - BLOCK / 2 * 128;
+}
+#else
 typedef int8_t vb __attribute__((vector_size(W)));
 
 inline int32_t sum_bytes(vb bytes) {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
   __m128i all{};
   std::memcpy(&all, &bytes, sizeof bytes);
   // As unsigned bytes, 128 more each, which are summed eight at a time.
@@ -255,8 +216,20 @@ inline int32_t sum_bytes(vb bytes) {
 #endif
 }
 
+// Integers that fit into bytes as bytes, and the sums of both halves.
+inline void narrow(const vi (&from)[BLOCK / W], int8_t* to, int32_t (&sums)[2]) {
+  sums[0] = sums[1] = 0;
+  PAGEWIRE_UNROLL
+  for (int i = 0; i < BLOCK / W; i++) {
+    vb bytes = __builtin_convertvector(from[i], vb);
+    std::memcpy(to + i * W, &bytes, sizeof bytes);
+    sums[i * W / (BLOCK / 2)] += sum_bytes(bytes);
+  }
+}
+#endif
+
 template <class T>
-void prepare_block(const T* x, PreparedBlock& to) {
+PAGEWIRE_INLINE void prepare_block(const T* x, PreparedBlock& to) {
   vf values[BLOCK / W];
   vi peaks = {};
   PAGEWIRE_UNROLL
@@ -269,15 +242,14 @@ void prepare_block(const T* x, PreparedBlock& to) {
   float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
   if (!(inverse < INF)) scale = inverse = 0.0f;  // so tiny that its inverse overflows
   if (!(most < INF)) scale = std::numeric_limits<float>::quiet_NaN();
-  int32_t sums[2] = {};
+  vi rounded[BLOCK / W];
   PAGEWIRE_UNROLL
   for (int i = 0; i < BLOCK / W; i++) {
     vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    vi rounded = bits_as<vi>(values[i] * inverse + magic) - bits_as<vi>(magic);
-    vb narrow = __builtin_convertvector(rounded, vb);
-    std::memcpy(to.codes + i * W, &narrow, sizeof narrow);
-    sums[i * W / (BLOCK / 2)] += sum_bytes(narrow);
+    rounded[i] = bits_as<vi>(values[i] * inverse + magic) - bits_as<vi>(magic);
   }
+  int32_t sums[2];
+  narrow(rounded, to.codes, sums);
   to.scale = scale;
   to.scaled_sum = scale * float(sums[0] + sums[1]);
   to.start_half = -LEAST_OFFSET * sums[0];
@@ -304,16 +276,18 @@ void multiply_panel(const PackedWeight& w, int64_t panel, const void* x, int64_t
                     int64_t rows, float* sums) {
   const QuantizedParts& table = *static_cast<const QuantizedParts*>(w.data);
   const QuantizedPart* part = table.parts;
+  const char* from = static_cast<const char*>(x);
   int64_t blocks = w.in / BLOCK, end = std::min(w.out, (panel + 1) * PANEL);
-  for (int64_t row = panel * PANEL; row < end; row += W, sums += W) {
+  for (int64_t row = panel * PANEL; row < end;) {
     while (part + 1 < table.parts + table.count && part[1].first_row <= row) part++;
     int64_t of_part = row - part->first_row;
-    with_format(part->format, [&](auto format) {
+    int64_t columns = with_format(part->format, [&](auto format) {
       using F = decltype(format);
       const uint8_t* group = part->packed + of_part / GROUP * F::group_bytes(blocks);
-      multiply_group<F>(group, of_part % GROUP, blocks, static_cast<const char*>(x), row_bytes, rows,
-                        sums);
+      return multiply_group<F>(group, of_part % GROUP, blocks, from, row_bytes, rows, sums);
     });
+    row += columns;
+    sums += columns;
   }
 }
 

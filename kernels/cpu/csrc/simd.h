@@ -13,6 +13,8 @@
 
 // On a loop whose trip count is a constant and whose arrays are meant to live in registers.
 #define PAGEWIRE_UNROLL _Pragma("GCC unroll 16")
+// A part of an inner loop whose arguments are meant to live in registers.
+#define PAGEWIRE_INLINE inline __attribute__((always_inline))
 
 namespace pagewire {
 
@@ -211,10 +213,16 @@ inline float max_lane(vf v) {
 inline int32_t max_lane(vi v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(bits_as<__m512i>(v));
-#endif
+#elif defined(__AVX2__)
+  __m256i all = bits_as<__m256i>(v);
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#else
   int32_t best = v[0];
   for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
   return best;
+#endif
 }
 inline double sum(vd v) {
   double total = 0;
