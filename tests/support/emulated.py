@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _QUANTIZED = ("parallel", "product", "quant_pack", "quant_product", "weight")
+_ALL = tuple(sorted(path.stem for path in SOURCES.glob("*.cpp")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,17 @@ def emulated_avx_vnni(folder: Path) -> CpuOps:
     (avx2,) = (variant for variant in variants() if variant.name == "avx2")
     flags = (*avx2.flags, "-DPAGEWIRE_EMULATED_BYTE_DOTS")
     return CpuOps(_compile(folder, "avx_vnni", _QUANTIZED, flags, avx2))
+
+
+def emulated_avx512_bf16(folder: Path) -> CpuOps:
+    """All ops, with each AVX-512 instruction by emulated_avx512.h. Builds it in folder. The CPU
+    must run avx2."""
+    build()
+    (avx2,) = (variant for variant in variants() if variant.name == "avx2")
+    header = str(Path(__file__).with_name("emulated_avx512.h"))
+    # -O2 would take four times as long to compile.
+    flags = (*avx2.flags, "-Og", "-Wno-ignored-attributes", "-include", header)
+    return CpuOps(_compile(folder, "avx512_bf16", _ALL, flags, avx2))
 
 
 def emulated_amx(folder: Path) -> CpuOps:
