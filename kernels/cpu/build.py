@@ -32,7 +32,8 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
           "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")  # fmt: skip
 _X86_V3 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
 _X86_V4 = (*_X86_V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
-_X86_DOTS = (*_X86_V4, "-mavx512vnni", "-mavx512bf16")
+_X86_VNNI = (*_X86_V4, "-mavx512vnni")
+_X86_DOTS = (*_X86_VNNI, "-mavx512bf16")
 
 
 class BuildError(Exception):
@@ -67,6 +68,7 @@ def variants() -> tuple[Variant, ...]:
         Variant("avx2", _X86_V3),
         Variant("avx_vnni", (*_X86_V3, "-mavxvnni")),
         Variant("avx512", _X86_V4),
+        Variant("avx512_vnni", _X86_VNNI),
         Variant("avx512_bf16", _X86_DOTS),
         Variant("amx", (*_X86_DOTS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), uses_tiles=True),
     )

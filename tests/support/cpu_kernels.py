@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 # The system's words for what the CPU has: collecting tests should not have to build anything.
 _AVX512 = {"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_DOTS = {*_AVX512, "avx512_vnni", "avx512_bf16"}
+_VNNI = {*_AVX512, "avx512_vnni"}
+_DOTS = {*_VNNI, "avx512_bf16"}
 NEEDS: dict[str, set[str]] = {
     "portable": set(),
     "avx2": {"avx2", "fma", "f16c"},
     "avx_vnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx512": _AVX512,
+    "avx512_vnni": _VNNI,
     "avx512_bf16": _DOTS,
     "amx": {*_DOTS, "amx_tile", "amx_bf16", "amx_int8"},
 }

@@ -51,11 +51,13 @@ PAGEWIRE_API int pagewire_cpu_runs(const char* name) {
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512vl");
-  bool dots = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  bool dots = vnni && __builtin_cpu_supports("avx512bf16");
   const Variant variants[] = {{"portable", true},
                               {"avx2", avx2},
                               {"avx_vnni", avx2 && has_avx_vnni()},
                               {"avx512", avx512},
+                              {"avx512_vnni", vnni},
                               {"avx512_bf16", dots},
                               {"amx", dots && has_amx()}};
 #else
