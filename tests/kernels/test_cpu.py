@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -109,6 +109,30 @@ def test_a_process_that_is_refused_tiles_runs_the_next_variant(
         f"CPU ops: without {tiled.name}: the system refuses tile registers: "
         + os.strerror(errno.ENOSPC)
     )
+
+
+@pytest.mark.parametrize("wrong", [None, "linear", "prepare_quantized_linear"])
+def test_tiles_that_multiply_wrongly_are_left_alone(
+    wrong: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    best_cpu_ops()
+    *_, plain = library.supported_variants()
+    tiled = replace(plain, uses_tiles=True)
+    monkeypatch.setattr(library, "supported_variants", lambda: [plain, tiled])
+    if wrong is not None:
+        right = getattr(CpuOps, wrong)
+
+        def first_is_wrong(ops: CpuOps, first: Any, *rest: Any) -> Any:
+            if ops._lib.variant.uses_tiles:
+                first = -first if wrong == "linear" else [replace(first[0], data=first[0].data ^ 1)]
+            return right(ops, first, *rest)
+
+        monkeypatch.setattr(CpuOps, wrong, first_is_wrong)
+    with caplog.at_level("WARNING"):
+        loaded = load_cpu_ops()
+    assert isinstance(loaded, CpuOps)
+    assert loaded._lib.variant.uses_tiles == (wrong is None)
+    assert ("without" in caplog.text) == (wrong is not None)
 
 
 def test_the_system_grants_tiles_where_the_cpu_has_them() -> None:
