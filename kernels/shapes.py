@@ -185,10 +185,14 @@ class CacheSignature:
         cache: torch.Tensor,
         arguments: tuple[torch.Tensor | None, ...],
         scales: tuple[torch.Tensor | None, torch.Tensor | None],
+        *,
+        may_be_narrow: bool = False,
     ) -> None:
-        """arguments: all but scales, and cache is one of them. Raises ShapeError."""
+        """arguments: all but scales, and cache is one of them. may_be_narrow: half beside
+        float32. Raises ShapeError."""
         first = arguments[0]
-        is_narrow = first is not None and first.dtype == torch.float32 != cache.dtype
+        is_float32 = first is not None and first.dtype == torch.float32
+        is_narrow = may_be_narrow and is_float32 and cache.dtype != torch.float32
         signature = self._codes.get(cache.dtype, self._halves if is_narrow else self._floats)
         if len(arguments) < signature.num_arguments:
             signature.check(*arguments, *scales)

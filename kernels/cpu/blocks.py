@@ -135,7 +135,8 @@ class _NativeRun:
             for weight in (block.q_norm, block.k_norm):
                 assert weight is None or weight.dtype == residual.dtype
             k_cache, v_cache, *scales = next(caches)
-            shapes.BLOCK_CACHE.check(k_cache, (residual, k_cache, v_cache), (scales[0], scales[1]))
+            arguments, of_codes = (residual, k_cache, v_cache), (scales[0], scales[1])
+            shapes.BLOCK_CACHE.check(k_cache, arguments, of_codes, may_be_narrow=True)
             num_blocks, block_size, kv_heads, head_dim = k_cache.shape
             assert (kv_heads, head_dim) == (block.num_kv_heads, block.head_dim)
             assert geometry in (None, (num_blocks, block_size)), (geometry, k_cache.shape)

@@ -316,7 +316,9 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
     ) -> None:
         """Raises IndexError, before anything is written, on a position or slot out of range."""
         arguments = (q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_norm, k_norm)
-        shapes.ROPE_AND_CACHE.check(k_cache, arguments, (k_scale, v_scale))
+        shapes.ROPE_AND_CACHE.check(
+            k_cache, arguments, (k_scale, v_scale), may_be_narrow=self.has_narrow_kv_caches
+        )
         assert (q_norm is None) == (k_norm is None)
         assert positions.is_contiguous() and slot_mapping.is_contiguous()
         max_positions, rotary_dim = table_sizes(cos_sin, q.shape[2])
@@ -366,7 +368,9 @@ class CpuOps(DequantizedInt4Linears, DequantizedFp8Linears, TorchLogitOps):
         starts, seq_lens = batch.query_start_loc_host, batch.seq_lens_host
         table = batch.block_table
         arguments = (q, k_cache, v_cache, starts, seq_lens, table)
-        shapes.ATTENTION.check(k_cache, arguments, (k_scale, v_scale))
+        shapes.ATTENTION.check(
+            k_cache, arguments, (k_scale, v_scale), may_be_narrow=self.has_narrow_kv_caches
+        )
         tokens, heads, head_dim = q.shape
         num_blocks, block_size, kv_heads, _ = k_cache.shape
         assert heads % kv_heads == 0, (heads, kv_heads)

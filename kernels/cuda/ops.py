@@ -156,7 +156,9 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
     ) -> None:
         assert (q_norm is None) == (k_norm is None)
         arguments = (q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, q_norm, k_norm)
-        shapes.ROPE_AND_CACHE.check(k_cache, arguments, (k_scale, v_scale))
+        shapes.ROPE_AND_CACHE.check(
+            k_cache, arguments, (k_scale, v_scale), may_be_narrow=self.has_narrow_kv_caches
+        )
         rope_and_cache(*arguments, eps, k_scale, v_scale)
 
     def attention(
@@ -174,7 +176,10 @@ class CudaOps(ComposedBlocks, DequantizedLinears, StackedLora):
         """See Ops.attention. Raises ValueError for a head_dim over 256."""
         assert window is None or window > 0, window
         indexes = (batch.query_start_loc, batch.seq_lens, batch.block_table)
-        shapes.ATTENTION.check(k_cache, (q, k_cache, v_cache, *indexes), (k_scale, v_scale))
+        arguments = (q, k_cache, v_cache, *indexes)
+        shapes.ATTENTION.check(
+            k_cache, arguments, (k_scale, v_scale), may_be_narrow=self.has_narrow_kv_caches
+        )
         assert q.shape[1] % k_cache.shape[2] == 0, (q.shape, k_cache.shape)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_tokens = int(batch.query_start_loc_host[-1])

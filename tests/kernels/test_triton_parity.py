@@ -86,7 +86,7 @@ def test_a_misshapen_argument_is_named() -> None:
     with pytest.raises(ShapeError, match=r"rms_norm: weight .* want F \[H\]"):
         ops.rms_norm(x, torch.zeros(32), 1e-5)
     args = attention_args(Maker(torch.float32), [1, 2], [4, 2], 2, 1, 16)
-    args["k_cache"] = args["k_cache"].half()
+    args["k_cache"], args["v_cache"] = args["k_cache"].half(), args["v_cache"].half()
     with pytest.raises(ShapeError, match="attention: k_cache"):
         ops.attention(**args)
 
