@@ -19,6 +19,7 @@ from engine_core.device.memory import (
 )
 from engine_core.model.hf_config import read_hf_config
 from pagewire.errors import ConfigError
+from tests.support.root_folder import make_root
 from tests.support.tiny_model import TinySpec, write_hf
 
 if TYPE_CHECKING:
@@ -47,14 +48,6 @@ def test_sizes(text: str, size: int) -> None:
 def test_bad_sizes_name_the_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         parse_memory_size(text, "--kv-cache-memory")
-
-
-def make_root(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root
 
 
 MEMINFO = {"proc/meminfo": "MemTotal:  2000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB\n"}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagewire.cores import allowed_cores
+from tests.support.root_folder import make_root
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,14 +19,6 @@ AFFINITY = set(range(6))
 @pytest.fixture(autouse=True)
 def _six_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: AFFINITY)
-
-
-def _write(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root
 
 
 @pytest.mark.parametrize(
@@ -42,7 +35,7 @@ def _write(root: Path, files: dict[str, str]) -> Path:
 def test_quota_of_a_container(tmp_path: Path, cpu_max: str, cores: int) -> None:
     """Version 2, where a container's group is the top of what it sees."""
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": cpu_max}
-    assert allowed_cores(_write(tmp_path, files)) == cores
+    assert allowed_cores(make_root(tmp_path, files)) == cores
 
 
 def test_the_least_of_all_groups_above_counts(tmp_path: Path) -> None:
@@ -54,7 +47,7 @@ def test_the_least_of_all_groups_above_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n",
         "sys/fs/cgroup/other.slice/cpu.max": "100000 100000\n",
     }
-    assert allowed_cores(_write(tmp_path, files)) == 2
+    assert allowed_cores(make_root(tmp_path, files)) == 2
 
 
 @pytest.mark.parametrize("path", ["/", "/docker/0123456789ab"])
@@ -65,7 +58,7 @@ def test_quota_of_version_1(tmp_path: Path, path: str) -> None:
         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "300000\n",
         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     }
-    assert allowed_cores(_write(tmp_path, files)) == 3
+    assert allowed_cores(make_root(tmp_path, files)) == 3
 
 
 def test_no_quota_of_version_1(tmp_path: Path) -> None:
@@ -74,7 +67,7 @@ def test_no_quota_of_version_1(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     }
-    assert allowed_cores(_write(tmp_path, files)) == 6
+    assert allowed_cores(make_root(tmp_path, files)) == 6
 
 
 def test_no_cgroups(tmp_path: Path) -> None:
