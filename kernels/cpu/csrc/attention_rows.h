@@ -22,16 +22,8 @@ struct StepScales {
 inline vf exp_of_negative(vf x) {
   vf rounded = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: an integer in the low bits
   vf n = rounded - 12582912.0f;
-  vf r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
   vi exponent = (bits_as<vi>(rounded) + 127) << 23;
-  return x < splat(-87.33f) ? vf{} : p * bits_as<vf>(exponent);
+  return x < splat(-87.33f) ? vf{} : exp_mantissa(x, n) * bits_as<vf>(exponent);
 }
 
 // What some rows have so far: the running maximum, the sum of exp, the weighted values.

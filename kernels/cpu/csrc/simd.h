@@ -230,24 +230,28 @@ inline double sum(vd v) {
   return total;
 }
 
-// e^x within 2 ulp; exactly 0 below -87.3, at most e^88.37; NaN stays NaN.
-// Cody-Waite reduction to |r| <= ln(2) / 2, then the minimax polynomial of Cephes' expf.
-inline vf exp(vf x) {
-  vf below = splat(-87.33f), above = splat(88.37f);
-  vf clamped = x < below ? below : x;
-  clamped = clamped > above ? above : clamped;
-  vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  vf n = (clamped * 1.44269504088896341f + magic) - magic;
-  vf r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+// e^x / 2^n of the integer n next to x / ln(2): Cody-Waite reduction to |r| <= ln(2) / 2, then the
+// minimax polynomial of Cephes' expf.
+inline vf exp_mantissa(vf x, vf n) {
+  vf r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  return p * (r * r) + r + 1.0f;
+}
+
+// e^x within 2 ulp; exactly 0 below -87.3, at most e^88.37; NaN stays NaN.
+inline vf exp(vf x) {
+  vf below = splat(-87.33f), above = splat(88.37f);
+  vf clamped = x < below ? below : x;
+  clamped = clamped > above ? above : clamped;
+  vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  vf n = (clamped * 1.44269504088896341f + magic) - magic;
   vi exponent = (__builtin_convertvector(n == n ? n : vf{}, vi) + 127) << 23;
-  vf result = p * bits_as<vf>(exponent);
+  vf result = exp_mantissa(clamped, n) * bits_as<vf>(exponent);
   return x < below ? vf{} : result;
 }
 
