@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import peers
+from bench.peer_server import Floor, ServerFailed, read_servers, running
 from pagewire.cli import main
+from tests.support.balanced import free_port
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.fixture(scope="module")
-def peers() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_peers", BENCH / "peers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_peers"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "bench"
 
 
-def test_the_example_is_one(peers: Any) -> None:
-    servers = {server.name: server for server in peers._read(BENCH / "peers.example.toml")}
+def test_the_example_is_one() -> None:
+    servers = {server.name: server for server in read_servers(BENCH / "peers.example.toml")}
     assert list(servers) == ["pagewire", "pagewire-packed", "vllm", "openvino", "llama"]
     assert servers["pagewire"].target == "grpc"
     assert "--model=smollm2-135m-instruct" in servers["pagewire"].command
     assert servers["vllm"].environment["LD_PRELOAD"] == ""
-    assert servers["vllm"].floor == peers.Floor("smollm2-135m-instruct", "bfloat16")
+    assert servers["vllm"].floor == Floor("smollm2-135m-instruct", "bfloat16")
     assert servers["llama"].extra_body == {"samplers": ["top_k"], "top_k": 1}
 
 
@@ -44,24 +39,22 @@ def test_the_example_is_one(peers: Any) -> None:
         ('[server.x]\nfloor = {model = "a"}', r"\[server.x\].*weights"),
     ],
 )
-def test_bad_entries_are_named(peers: Any, text: str, message: str, tmp_path: Path) -> None:
+def test_bad_entries_are_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "peers.toml"
     path.write_text(text)
     with pytest.raises(SystemExit, match=message):
-        peers._read(path)
+        read_servers(path)
 
 
 @pytest.mark.parametrize("workload", "ABCDE")
-def test_workloads_are_flags_that_exist(
-    peers: Any, workload: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workloads_are_flags_that_exist(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     # Nobody answers there: that comes after all flags were read and all prompts drawn.
     flags = ["--address=127.0.0.1:1", "--vocab-size=999", "--warm-up=1"]
     assert main(["bench", "serve", *flags, *peers.WORKLOADS[workload]]) == 1
     assert "no warm-up request" in capsys.readouterr().err
 
 
-def test_the_table_has_medians_and_ratios(peers: Any) -> None:
+def test_the_table_has_medians_and_ratios() -> None:
     def result(server: str, output: float, ttft: float | None) -> dict[str, Any]:
         figures = dict.fromkeys(peers.FIGURES) | {"output tok/s": output, "TTFT p50 ms": ttft}
         return {"server": server, "workload": "A", "figures": figures}
@@ -73,9 +66,93 @@ def test_the_table_has_medians_and_ratios(peers: Any) -> None:
         result("theirs", 30.0, None),
     ]
     at_best = {"ours": {"A": {"output tok/s": 125.0, "TTFT p50 ms": 12.0}}}
-    assert peers.table(results, "ours", at_best).splitlines() == [
+    assert peers.table(results, ["ours", "theirs"], at_best).splitlines() == [
         "| workload | figure | ours | theirs | ours / theirs | ours, of its floor |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
         "| A | output tok/s | 100.0 | 40.0 | 2.50 | 0.80 |",
         "| A | TTFT p50 ms | 15.0 | - | - | 0.80 |",
     ]
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Any:
+    """toml(name=(flags of tests.support.fake_completions, more keys)): a file of such servers."""
+
+    def write(**servers: tuple[list[str], str]) -> Path:
+        path = tmp_path / "peers.toml"
+        entries = []
+        for name, (options, keys) in servers.items():
+            port = free_port()
+            command = [sys.executable, "-m", "tests.support.fake_completions", f"--port={port}"]
+            entries.append(
+                f"[server.{name}]\ncommand = {json.dumps(command + options)}\n"
+                f'target = "openai"\naddress = "127.0.0.1:{port}"\n{keys}\n'
+                f'environment = {{PYTHONPATH = "{ROOT}"}}\n'
+            )
+        path.write_text("".join(entries))
+        return path
+
+    return write
+
+
+def test_servers_that_do_not_start_are_told(
+    toml: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = toml(
+        mute=(["--mute"], "start_timeout = 0.5"),
+        ends=(["--refuse"], ""),
+        good=([], ""),
+    )
+    report = tmp_path / "figures.json"
+    options = [f"--json={report}", "--workloads=E", "--runs=1", "--fraction=0.1"]
+    assert peers.main([str(path), *options]) == 1
+    out, err = capsys.readouterr()
+    assert "good E run 1: output tok/s" in out
+    assert "| workload | figure | mute | ends | good | mute / ends | mute / good |" in out
+    assert "| E | prompt tok/s | - | - | " in out
+    first, second = json.loads(report.read_text())["failures"]
+    assert (first["server"], first["workloads"]) == ("mute", ["E"])
+    assert re.fullmatch(r"did not start: no answer within \d+\.\d s", first["message"])
+    assert (second["server"], second["output"]) == ("ends", "no such model")
+    assert second["message"].startswith("did not start: ended with status 3 after ")
+    # When it happens, with what the server wrote, and after the table.
+    for failure in (first, second):
+        assert err.count(f"{failure['server']} E run 1: FAILED: {failure['message']}") == 2
+    assert "    no such model\n" in err
+
+
+def test_a_server_that_ends_midway_loses_one_workload(
+    toml: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # B asks for eight, before them for eight to warm up; A for one and one.
+    path = toml(dies=(["--end-after=12"], ""), good=([], ""))
+    report = tmp_path / "figures.json"
+    options = [f"--json={report}", "--workloads=B,A", "--runs=1", "--fraction=0.05"]
+    assert peers.main([str(path), *options]) == 1
+    out, err = capsys.readouterr()
+    document = json.loads(report.read_text())
+    measured = [(result["server"], result["workload"]) for result in document["results"]]
+    assert measured == [("dies", "A"), ("good", "B"), ("good", "A")]
+    (failure,) = document["failures"]
+    assert (failure["server"], failure["workloads"]) == ("dies", ["B"])
+    assert failure["message"] == "ended with status 3; 4 of 8 requests were answered"
+    assert failure["output"] == "out of memory"
+    assert f"dies B run 1: FAILED: {failure['message']}\n    out of memory\n" in err
+    assert "| B | output tok/s | - | " in out
+
+
+def test_a_workload_takes_as_long_as_it_may(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = toml(stops=(["--stop-after=0"], "workload_timeout = 3"))
+    assert peers.main([str(path), "--workloads=A", "--runs=1", "--fraction=0.05"]) == 1
+    assert "stops A run 1: FAILED: not done within 3 s" in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_not_measured(toml: Any) -> None:
+    (server,) = read_servers(toml(x=([], "")))
+    host, port = server.address.split(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(ServerFailed, match="listens at"),
+        running(server),
+    ):
+        pass
