@@ -7,9 +7,10 @@ at a time, each is waited for until it has answered a request, and is stopped be
 next one starts; the whole turn is repeated --runs times, so that what the machine does
 meanwhile falls on all. The load comes from `pagewire bench serve`, whose figures are
 printed as ratios: Pagewire's over the peer's, so that above 1 is better for throughput and
-below 1 for latency. For a server whose `floor` is set, its figures are also printed as fractions
-of what this machine could do at best with such weights (bench/floors.py), after the ceilings
-that were measured before each turn.
+below 1 for latency and memory (resident in all of a server's processes after the workload). For
+a server whose `floor` is set, its figures are also printed as fractions of what this machine
+could do at best with such weights (bench/floors.py), after the ceilings that were measured before
+each turn. Rates and latencies are of the requests that succeeded; those that failed are counted.
 
 A server that does not start has no figures in that turn; one that ends in a workload, takes too
 long for it or answers none of its requests has none of that workload, and is started again for
@@ -21,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,25 +32,17 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.ceilings import Meter
-from bench.floors import Ceilings, ModelReads, floors, fraction
+from bench.comparison import FAILED, Comparison, figures_of
+from bench.floors import Ceilings, ModelReads, floors
 from bench.peer_server import Server, ServerFailed, read_servers, running
 from bench.workloads import WORKLOADS, flags
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from bench.peer_server import RunningServer
 
 ROOT = Path(__file__).resolve().parent.parent
-
-FIGURES = {
-    "output tok/s": lambda summary: summary["output_tokens_per_s"],
-    "prompt tok/s": lambda summary: summary["prompt_tokens_per_s"],
-    "TTFT p50 ms": lambda summary: _ms(summary["ttft_s"], "p50"),
-    "TTFT p99 ms": lambda summary: _ms(summary["ttft_s"], "p99"),
-    "ITL p50 ms": lambda summary: _ms(summary["itl_chunk_s"], "p50"),
-    "ITL p99 ms": lambda summary: _ms(summary["itl_chunk_s"], "p99"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=len(os.sched_getaffinity(0)),
         help="Of which the ceilings are measured. [%(default)s]",
     )
-    parser.add_argument("--json", type=Path, help="Write every figure there.")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="Write there what the table is made of, and the report of every run.",
+    )
     options = parser.parse_args(arguments)
     workloads = options.workloads.split(",")
     unknown = set(workloads) - WORKLOADS.keys()
     if unknown:
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
+    if options.runs < 1:
+        parser.error("--runs must be 1 or more")
     servers = _installed(read_servers(options.servers), options.only)
     models = {
         s.name: ModelReads.of(s.floor.model, s.floor.weights)
@@ -103,27 +101,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for turn in range(1, options.runs + 1):
         measured = _ceilings(models, options.threads)
         ceilings = {name: new.or_better(ceilings.get(name)) for name, new in measured.items()}
+        at_best = {
+            name: {workload: floors(models[name], found, workload) for workload in workloads}
+            for name, found in ceilings.items()
+        }
         for server in servers:
             measured_of, failed = _measure(
                 server, workloads, turn, options.vocab_size, options.fraction
             )
             results += measured_of
             failures += failed
+            comparison = Comparison([server.name for server in servers], results, at_best)
             if options.json is not None:
-                best = {name: asdict(found) for name, found in ceilings.items()}
                 document = {
-                    "ceilings": best,
+                    "servers": comparison.names,
+                    "ceilings": {name: asdict(found) for name, found in ceilings.items()},
+                    "floors": at_best,
+                    "figures": comparison.figures(),
                     "failures": [asdict(failure) for failure in failures],
                     "results": results,
                 }
                 options.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     for name, found in ceilings.items():
         print(f"{name}: {found}")
-    at_best = {
-        name: {workload: floors(models[name], found, workload) for workload in workloads}
-        for name, found in ceilings.items()
-    }
-    print(table(results, [server.name for server in servers], at_best), flush=True)
+    print(comparison.table(), flush=True)
     print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
     return 1 if failures else 0
 
@@ -191,28 +192,22 @@ def _result(
 ) -> dict[str, Any]:
     """Of a workload that was just done; told as well."""
     summary = report["summary"]
-    result = {
+    result: dict[str, Any] = {
         "server": server.name,
         "workload": workload,
         "run": turn,
         "start_s": started.start_s,
         # Of the warm-up too, which the report's duration is not.
         "server_cpu_s": cpu_s,
-        "rss_mib": started.rss_mib(),
-        "figures": {name: figure(summary) for name, figure in FIGURES.items()},
+        "figures": figures_of(summary, started.rss_mib()),
         "report": report,
     }
     figures = "  ".join(
         f"{name} {'-' if value is None else format(value, '.1f')}"
         for name, value in result["figures"].items()
     )
-    failed = summary["requests"] - summary["successful"]
-    failures = f"  {failed} FAILED: {summary['first_error']}" if failed else ""
-    print(
-        f"{server.name} {workload} run {turn}: {figures}  RSS {result['rss_mib']:.0f} MiB"
-        f"{failures}",
-        flush=True,
-    )
+    failed = f": {summary['first_error']}" if result["figures"][FAILED] else ""
+    print(f"{server.name} {workload} run {turn}: {figures}{failed}", flush=True)
     return result
 
 
@@ -258,57 +253,6 @@ def _bench(
     if not summary["successful"]:
         raise started.failed(f"{answered}: {summary['first_error']}")
     return report
-
-
-def _ms(figures: dict[str, float] | None, name: str) -> float | None:
-    return None if figures is None else 1e3 * figures[name]
-
-
-def table(
-    results: list[dict[str, Any]],
-    names: Sequence[str],
-    at_best: Mapping[str, dict[str, dict[str, float]]],
-) -> str:
-    """Markdown: a row for each workload and figure, medians over the runs, the first of the named
-    servers over each other as a ratio, and of each server in at_best the fraction of what it could
-    do: floors by server, workload and figure."""
-    ours, *peers = names
-    bounded = [name for name in names if name in at_best]
-    heads = [
-        *names,
-        *(f"{ours} / {p}" for p in peers),
-        *(f"{name}, of its floor" for name in bounded),
-    ]
-    lines = [
-        "| workload | figure | " + " | ".join(heads) + " |",
-        "| --- | --- |" + " ---: |" * len(heads),
-    ]
-    for workload in dict.fromkeys(result["workload"] for result in results):
-        for figure in FIGURES:
-            medians = {name: _median(results, name, workload, figure) for name in names}
-            if all(value is None for value in medians.values()):
-                continue
-            cells = ["-" if medians[n] is None else f"{medians[n]:.1f}" for n in names]
-            own = medians[ours]
-            for peer in peers:
-                other = medians[peer]
-                cells.append(f"{own / other:.2f}" if own is not None and other else "-")
-            for name in bounded:
-                value, floor = medians[name], at_best[name][workload].get(figure)
-                known = value is not None and floor is not None
-                cells.append(f"{fraction(figure, value, floor):.2f}" if known else "-")
-            lines.append(f"| {workload} | {figure} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _median(results: list[dict[str, Any]], server: str, workload: str, figure: str) -> float | None:
-    values = [
-        result["figures"][figure]
-        for result in results
-        if (result["server"], result["workload"]) == (server, workload)
-        and result["figures"][figure] is not None
-    ]
-    return statistics.median(values) if values else None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from bench import peers
+from bench.comparison import FAILED, FIGURES, RSS, Comparison
 from bench.peer_server import Floor, ServerFailed, read_servers, running
+from bench.workloads import WORKLOADS
 from pagewire.cli import main
 from tests.support.balanced import free_port
 
@@ -50,28 +52,41 @@ def test_bad_entries_are_named(text: str, message: str, tmp_path: Path) -> None:
 def test_workloads_are_flags_that_exist(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     # Nobody answers there: that comes after all flags were read and all prompts drawn.
     flags = ["--address=127.0.0.1:1", "--vocab-size=999", "--warm-up=1"]
-    assert main(["bench", "serve", *flags, *peers.WORKLOADS[workload]]) == 1
+    assert main(["bench", "serve", *flags, *WORKLOADS[workload]]) == 1
     assert "no warm-up request" in capsys.readouterr().err
 
 
-def test_the_table_has_medians_and_ratios() -> None:
-    def result(server: str, output: float, ttft: float | None) -> dict[str, Any]:
-        figures = dict.fromkeys(peers.FIGURES) | {"output tok/s": output, "TTFT p50 ms": ttft}
-        return {"server": server, "workload": "A", "figures": figures}
+def result(server: str, **figures: float | None) -> dict[str, Any]:
+    figures = dict.fromkeys(FIGURES) | {FAILED: 0} | figures
+    return {"server": server, "workload": "A", "figures": figures}
 
+
+def test_the_table_has_medians_and_ratios() -> None:
     results = [
-        result("ours", 90.0, 10.0),
-        result("theirs", 50.0, None),
-        result("ours", 110.0, 20.0),
-        result("theirs", 30.0, None),
+        result("ours", **{"output tok/s": 90.0, "TTFT p50 ms": 10.0, RSS: 700.0}),
+        result("theirs", **{"output tok/s": 50.0, RSS: 1000.0, FAILED: 2}),
+        result("ours", **{"output tok/s": 110.0, "TTFT p50 ms": 20.0, RSS: 800.0}),
+        result("theirs", **{"output tok/s": 30.0, RSS: 1000.0, FAILED: 1}),
     ]
     at_best = {"ours": {"A": {"output tok/s": 125.0, "TTFT p50 ms": 12.0}}}
-    assert peers.table(results, ["ours", "theirs"], at_best).splitlines() == [
-        "| workload | figure | ours | theirs | ours / theirs | ours, of its floor |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-        "| A | output tok/s | 100.0 | 40.0 | 2.50 | 0.80 |",
-        "| A | TTFT p50 ms | 15.0 | - | - | 0.80 |",
+    comparison = Comparison(["ours", "theirs", "absent"], results, at_best)
+    heads, *rows = comparison.table().splitlines()
+    assert heads.split(" | ")[-3:] == ["ours / theirs", "ours / absent", "ours, of its floor |"]
+    assert rows == [
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| A | output tok/s | 100.0 | 40.0 | - | 2.50 | - | 0.80 |",
+        "| A | TTFT p50 ms | 15.0 | - | - | - | - | 0.80 |",
+        "| A | RSS MiB | 750.0 | 1000.0 | - | 0.75 | - | - |",
+        "| A | failed requests | 0 | 3 | - | - | - | - |",
     ]
+    assert comparison.figures()["A"]["output tok/s"] == {"ours": 100.0, "theirs": 40.0}
+
+
+def test_tokens_that_come_together_have_no_ratio() -> None:
+    results = [result("ours", **{"ITL p50 ms": 0.0}), result("theirs", **{"ITL p50 ms": 0.0})]
+    at_best = {name: {"A": {"ITL p50 ms": 8.0}} for name in ("ours", "theirs")}
+    row = "| A | ITL p50 ms | 0.0 | 0.0 | - | - | - |"
+    assert row in Comparison(["ours", "theirs"], results, at_best).table()
 
 
 @pytest.fixture
@@ -133,6 +148,9 @@ def test_a_server_that_ends_midway_loses_one_workload(
     document = json.loads(report.read_text())
     measured = [(result["server"], result["workload"]) for result in document["results"]]
     assert measured == [("dies", "A"), ("good", "B"), ("good", "A")]
+    assert set(document["figures"]["A"]["output tok/s"]) == {"dies", "good"}
+    # Of a Python process; the client and this one are none of the server's.
+    assert 5 < document["figures"]["B"][RSS]["good"] < 100
     (failure,) = document["failures"]
     assert (failure["server"], failure["workloads"]) == ("dies", ["B"])
     assert failure["message"] == "ended with status 3; 4 of 8 requests were answered"
