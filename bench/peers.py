@@ -35,7 +35,7 @@ from bench.ceilings import Meter
 from bench.comparison import FAILED, Comparison, figures_of
 from bench.floors import Ceilings, ModelReads, floors
 from bench.peer_server import Server, ServerFailed, read_servers, running
-from bench.workloads import WORKLOADS, flags
+from bench.workloads import WORKLOADS, flags, seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,8 +227,8 @@ def _bench(
             *(f"--target={server.target}", f"--address={server.address}"),
             *(f"--url=http://{server.address}", f"--extra-body={json.dumps(server.extra_body)}"),
             *([] if server.model is None else [f"--model={server.model}"]),
-            # Other prompts in each turn: the server of the last one may keep a cache on disk.
-            *(f"--seed={turn}", f"--vocab-size={vocab_size}", f"--json={path}"),
+            # Others in each turn: the server of the last one may keep a cache on disk.
+            *(f"--seed={seed(workload, turn)}", f"--vocab-size={vocab_size}", f"--json={path}"),
             *("--warm-up=16", "--no-progress", *flags(workload, fraction)),
         ]
         try:

@@ -26,10 +26,14 @@ prefix; prompts only."""
 
 def flags(workload: str, fraction: float = 1.0) -> list[str]:
     """With that fraction of its requests, but at least as many as run at a time."""
-    values = _values(workload)
-    most, least = int(values["--num-requests"]), int(values["--concurrency"])
-    values["--num-requests"] = str(max(least, round(most * fraction)))
+    values = _values(workload) | {"--num-requests": str(_num_requests(workload, fraction))}
     return [f"{name}={value}" for name, value in values.items()]
+
+
+def seed(workload: str, turn: int) -> int:
+    """Of its prompts in the turn-th run, from 1. Two workloads never share one: from the same seed
+    their prompts would begin alike, and the later one would find the other's in prefix caches."""
+    return turn * len(WORKLOADS) + list(WORKLOADS).index(workload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,11 @@ def _pairs(count: int) -> float:
 def _mean(lengths: Lengths, of: Callable[[int], float]) -> float:
     counts = range(lengths.low, lengths.high + 1)
     return sum(map(of, counts)) / len(counts)
+
+
+def _num_requests(workload: str, fraction: float) -> int:
+    values = _values(workload)
+    return max(int(values["--concurrency"]), round(int(values["--num-requests"]) * fraction))
 
 
 def _values(workload: str) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import socket
 import sys
@@ -14,7 +16,8 @@ import pytest
 from bench import peers
 from bench.comparison import FAILED, FIGURES, RSS, Comparison
 from bench.peer_server import Floor, ServerFailed, read_servers, running
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, seed
+from pagewire.bench.workload import Lengths, random_ids
 from pagewire.cli import main
 from tests.support.balanced import free_port
 
@@ -87,6 +90,16 @@ def test_tokens_that_come_together_have_no_ratio() -> None:
     at_best = {name: {"A": {"ITL p50 ms": 8.0}} for name in ("ours", "theirs")}
     row = "| A | ITL p50 ms | 0.0 | 0.0 | - | - | - |"
     assert row in Comparison(["ours", "theirs"], results, at_best).table()
+
+
+def test_no_workload_finds_the_prompts_of_another_in_a_cache() -> None:
+    prompts = []
+    for turn, workload in itertools.product((1, 2), WORKLOADS):
+        values = dict(flag.split("=") for flag in WORKLOADS[workload])
+        rng = random.Random(f"asks/{seed(workload, turn)}")
+        lengths = [Lengths.parse(values[name]) for name in ("--input-len", "--output-len")]
+        prompts += [ask.ids for ask in random_ids(40, *lengths, 49_152, rng)]
+    assert len({ids[:4] for ids in prompts}) == len(prompts)
 
 
 @pytest.fixture
