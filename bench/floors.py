@@ -155,9 +155,12 @@ class Work:
         )
 
 
-def floors(model: ModelReads, ceilings: Ceilings, workload: str) -> dict[str, float]:
-    """By the names of FLOORS, in their units; of what a workload has none, none."""
-    load = size(workload)
+def floors(
+    model: ModelReads, ceilings: Ceilings, workload: str, requests: float = 1.0
+) -> dict[str, float]:
+    """By the names of FLOORS, in their units; of what a workload has none, none. requests: the
+    fraction of the workload's that are sent."""
+    load = size(workload, requests)
     prompts, outputs = _prompts(model, load), _outputs(model, load)
     if load.concurrency == 1:
         seconds = model.seconds(prompts, ceilings) + model.seconds(outputs, ceilings)

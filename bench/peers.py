@@ -102,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = _ceilings(models, options.threads)
         ceilings = {name: new.or_better(ceilings.get(name)) for name, new in measured.items()}
         at_best = {
-            name: {workload: floors(models[name], found, workload) for workload in workloads}
+            name: {
+                workload: floors(models[name], found, workload, options.fraction)
+                for workload in workloads
+            }
             for name, found in ceilings.items()
         }
         for server in servers:

@@ -54,12 +54,13 @@ class Size:
     other."""
 
 
-def size(workload: str) -> Size:
+def size(workload: str, fraction: float = 1.0) -> Size:
+    """With that fraction of its requests, as flags() has it."""
     values = _values(workload)
     prompt, output = Lengths.parse(values["--input-len"]), Lengths.parse(values["--output-len"])
     return Size(
         concurrency=int(values["--concurrency"]),
-        num_requests=int(values["--num-requests"]),
+        num_requests=_num_requests(workload, fraction),
         shared=int(values.get("--prefix-len", 0)),
         prompt=_mean(prompt, float),
         prompt_pairs=_mean(prompt, _pairs),

@@ -70,6 +70,17 @@ def test_no_server_is_faster(workload: str, machine: str) -> None:
     assert 0.5 < prompt / found["prompt tok/s"] < 1.06
 
 
+def test_fewer_requests_share_less() -> None:
+    # D's 512 shared tokens are computed once, for 64 requests or for 16.
+    machine = MACHINES["arithmetic"]
+    whole, quarter = floors(MODEL, machine, "D"), floors(MODEL, machine, "D", 0.25)
+    more = 64 / quarter["output tok/s"] - 64 / whole["output tok/s"]  # seconds of a request
+    # Nothing is sampled from them.
+    shared = step_seconds(machine, [(0, 512)], 0) - 2 * MODEL.head_params / machine.bfloat16
+    assert more == pytest.approx(shared / 16 - shared / 64)
+    assert floors(MODEL, machine, "B", 0.5) == pytest.approx(floors(MODEL, machine, "B"))
+
+
 def test_a_lone_stream_can_reach_it() -> None:
     for machine in MACHINES.values():
         found = floors(MODEL, machine, "A")
