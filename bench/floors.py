@@ -208,7 +208,8 @@ def _outputs(model: ModelReads, load: Size) -> Work:
         steps=_output_steps(load),
         tokens=tokens,
         sampled=tokens,
-        kv=pairs + _output_steps(load) * load.shared,
+        # A token's own is written, not read.
+        kv=pairs - tokens + _output_steps(load) * load.shared,
         pairs=pairs + tokens * load.shared,
     )
 

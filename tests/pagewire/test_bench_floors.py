@@ -86,8 +86,8 @@ def test_a_lone_stream_can_reach_it() -> None:
         found = floors(MODEL, machine, "A")
         output, _ = serve(machine, "A", random.Random(0))
         assert output == pytest.approx(found["output tok/s"], rel=0.02)
-        decode = step_seconds(machine, [(128 + 64, 1)], 0)
-        assert found["ITL p50 ms"] == pytest.approx(1e3 * decode, rel=0.01)
+        decode = step_seconds(machine, [(128 + 63, 1)], 0)
+        assert found["ITL p50 ms"] == pytest.approx(1e3 * decode)
         prompt = step_seconds(machine, [(0, 128)], 0)
         assert found["TTFT p50 ms"] == pytest.approx(1e3 * prompt, rel=0.01)
 
