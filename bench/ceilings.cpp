@@ -4,7 +4,8 @@
 //   ceilings THREADS BYTES TRIES
 //
 // prints bytes or operations a second of all threads together (a multiply-add is two), the best
-// of TRIES tries each: {"read": ..., "float32": ..., "bfloat16": ..., "int8": ...}.
+// of TRIES tries each, and over how many bytes reading went round and round, which are nearly
+// BYTES: {"num_bytes": ..., "read": ..., "float32": ..., "bfloat16": ..., "int8": ...}.
 //
 // Products are register tiles of ROWS rows by COLUMNS columns over FEATURES features of weights
 // that stay in the first-level cache: what a matrix product's inner loop does, and nothing of
@@ -203,8 +204,9 @@ int main(int count, char** arguments) {
   size_t words = size_t(std::atoll(arguments[2])) / sizeof(Words) / size_t(threads) * size_t(threads);
   size_t bytes = words * sizeof(Words), share = words / size_t(threads);
   if (share == 0) return std::fputs("ceilings: nothing to read\n", stderr), 2;
-  // A millisecond or so, in which a busy machine leaves a thread alone now and then.
-  size_t part = std::min(share, PART / sizeof(Words)), parts = share / part;
+  // A millisecond or so, in which a busy machine leaves a thread alone now and then. Parts are
+  // alike and leave nothing out: fewer bytes would fit a cache that all do not.
+  size_t parts = (share * sizeof(Words) + PART - 1) / PART, part = share / parts;
 
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return std::perror("ceilings"), 1;
@@ -245,7 +247,8 @@ int main(int count, char** arguments) {
     most_int8 = std::max(most_int8, 2 * 4 * multiplied / seconds);
 #endif
   }
-  std::printf("{\"read\": %.4g, \"float32\": %.4g, \"bfloat16\": %.4g, ", most_read, most_float32,
+  std::printf("{\"num_bytes\": %zu, ", parts * part * sizeof(Words) * size_t(threads));
+  std::printf("\"read\": %.4g, \"float32\": %.4g, \"bfloat16\": %.4g, ", most_read, most_float32,
               most_bfloat16);
   if (most_int8 > 0)
     std::printf("\"int8\": %.4g}\n", most_int8);

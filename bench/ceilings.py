@@ -51,10 +51,10 @@ class Meter:
         return cls(program)
 
     def measure(self, threads: int, num_bytes: int, tries: int = TRIES) -> Ceilings:
-        """num_bytes: over which all threads together read, round and round."""
+        """num_bytes: about how many all threads together read, round and round."""
         command = [str(self.program), str(threads), str(num_bytes), str(tries)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-        return Ceilings(threads=threads, num_bytes=num_bytes, **json.loads(done.stdout))
+        return Ceilings(threads=threads, **json.loads(done.stdout))
 
 
 def main() -> None:

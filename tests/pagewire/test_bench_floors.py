@@ -116,16 +116,28 @@ def test_what_a_model_reads(tmp_path: Path) -> None:
         ModelReads.of(model, "int3")
 
 
-def test_the_machine_is_measured(tmp_path: Path) -> None:
-    meter = Meter.build(tmp_path)
+@pytest.fixture(scope="module")
+def meter(tmp_path_factory: pytest.TempPathFactory) -> Meter:
+    return Meter.build(tmp_path_factory.mktemp("meter"))
+
+
+def test_the_machine_is_measured(meter: Meter) -> None:
     found = meter.measure(threads=2, num_bytes=1 << 20, tries=1)
     assert (found.threads, found.num_bytes) == (2, 1 << 20)
     assert min(found.read, found.float32, found.bfloat16) > 1e6
 
 
-def test_products_of_bytes_keep_their_sums_in_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("num_bytes", [1_000, 5_000_000, 15_900_000, 17_000_000, 40_000_000])
+def test_all_bytes_are_read(meter: Meter, num_bytes: int, threads: int) -> None:
+    read = meter.measure(threads, num_bytes, tries=1).num_bytes
+    # But less than a vector of each thread and each of its parts, of at most 8 MiB.
+    assert num_bytes - 64 * 6 * threads < read <= num_bytes
+
+
+def test_products_of_bytes_keep_their_sums_in_registers(meter: Meter) -> None:
     # Their instructions do at least twice as much as those of bfloat16; sums in memory halve it.
-    found = Meter.build(tmp_path).measure(threads=1, num_bytes=1 << 20, tries=50)
+    found = meter.measure(threads=1, num_bytes=1 << 20, tries=50)
     if found.int8 is None:
         pytest.skip("this CPU has no products of bytes")
     assert found.int8 > 1.5 * found.bfloat16
