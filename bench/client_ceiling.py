@@ -42,11 +42,22 @@ def main() -> None:
         return
     for target in ("grpc", "openai"):
         report = _measure(target, options.streams, options.tokens)
-        rate, share = report["summary"]["output_tokens_per_s"], report["client_cpu"]
-        print(
-            f"{target:6}  {rate:8.0f} tokens/s, client {100 * share:3.0f}% of a core: "
-            f"{1e6 * share / rate:.1f} us a token, {rate / share:.0f} tokens/s on a whole core"
+        print(f"{target:6}  {describe(report)}")
+
+
+def describe(report: dict[str, Any]) -> str:
+    """Raises SystemExit if a request failed: its tokens cost time and are not counted."""
+    summary, share = report["summary"], report["client_cpu"]
+    if summary["successful"] < summary["requests"]:
+        raise SystemExit(
+            f"{summary['successful']} of {summary['requests']} requests were answered: "
+            f"{summary['first_error']}"
         )
+    rate = summary["output_tokens_per_s"]
+    return (
+        f"{rate:8.0f} tokens/s, client {100 * share:3.0f}% of a core: "
+        f"{1e6 * share / rate:.1f} us a token, {rate / share:.0f} tokens/s on a whole core"
+    )
 
 
 def _measure(target: str, streams: int, tokens: int) -> dict[str, Any]:

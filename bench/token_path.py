@@ -34,6 +34,8 @@ from pagewire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 60.0
 WARM_UP_S = 1.0
+MAX_TOKENS = 8000
+"""Of a stream: it must not end while it is measured."""
 METHOD = "/pagewire.v1.InferenceService/GenerateStream"
 
 
@@ -237,7 +239,7 @@ async def _client(address: str, load: Load) -> None:
     request = inference_pb2.GenerateStreamRequest(
         prompt_token_ids=common_pb2.TokenIds(ids=[*range(64, 128)]),
         sampling_params=common_pb2.SamplingParams(
-            max_tokens=8000, ignore_eos=True, temperature=0.0
+            max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0
         ),
         return_token_ids=True,
     )
@@ -248,8 +250,9 @@ async def _client(address: str, load: Load) -> None:
         await asyncio.sleep(WARM_UP_S)
         print(json.dumps({**counts, "at": time.monotonic()}), flush=True)
         await asyncio.sleep(load.seconds)
+        if any(task.done() for task in tasks):
+            raise SystemExit(f"a stream ended, at {MAX_TOKENS} tokens or by an error")
         print(json.dumps({**counts, "at": time.monotonic()}), flush=True)
-        assert not any(task.done() for task in tasks), "a stream ended early"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -263,7 +266,7 @@ async def _serve_bare(load: Load) -> None:
     text = "the quick brown fox jumps over the lazy dog. "
 
     async def generate(_request: Any, context: Any) -> None:
-        for number in range(8000):
+        for number in range(MAX_TOKENS):
             await step.wait()
             index = number % len(text)
             await context.write(
