@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 RSS = "RSS MiB"
 FAILED = "failed requests"
+OUTPUT = "output tokens"
+"""Of the requests that succeeded. All servers are asked for as many."""
 FIGURES = (
     *("output tok/s", "prompt tok/s", "TTFT p50 ms", "TTFT p99 ms", "ITL p50 ms", "ITL p99 ms"),
-    *(RSS, FAILED),
+    *(RSS, FAILED, OUTPUT),
 )
+COUNTS = (FAILED, OUTPUT)
 
 
 def figures_of(summary: Mapping[str, Any], rss_mib: float) -> dict[str, float | None]:
@@ -36,6 +39,7 @@ def figures_of(summary: Mapping[str, Any], rss_mib: float) -> dict[str, float | 
         "ITL p99 ms": ms("itl_chunk_s", "p99"),
         RSS: rss_mib,
         FAILED: summary["requests"] - summary["successful"],
+        OUTPUT: summary["output_tokens"],
     }
 
 
@@ -66,7 +70,8 @@ class Comparison:
 
     def table(self) -> str:
         """Markdown: a row for each workload and figure, with ratios to the other servers and
-        fractions of the floors. Failed requests have a row where there are any."""
+        fractions of the floors. Failed requests have a row where there are any, output tokens
+        where a server gave other numbers of them."""
         ours, *peers = self.names
         bounded = [name for name in self.names if name in self.floors]
         heads = [
@@ -80,12 +85,16 @@ class Comparison:
         ]
         for workload, figures in self.figures().items():
             for figure, values in figures.items():
-                if not values or (figure == FAILED and not any(values.values())):
+                if (
+                    not values
+                    or (figure == FAILED and not any(values.values()))
+                    or (figure == OUTPUT and len(set(values.values())) == 1)
+                ):
                     continue
-                form = ".0f" if figure == FAILED else ".1f"
+                form = ".0f" if figure in COUNTS else ".1f"
                 cells = [format(values[n], form) if n in values else "-" for n in self.names]
                 for peer in peers:
-                    known = ours in values and values.get(peer) and figure != FAILED
+                    known = ours in values and values.get(peer) and figure not in COUNTS
                     cells.append(f"{values[ours] / values[peer]:.2f}" if known else "-")
                 for name in bounded:
                     floor = self.floors[name][workload].get(figure)

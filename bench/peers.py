@@ -142,6 +142,9 @@ def _ceilings(models: dict[str, ModelReads], threads: int) -> dict[str, Ceilings
 
 def _installed(servers: list[Server], only: str | None) -> list[Server]:
     wanted = None if only is None else only.split(",")
+    unknown = set(wanted or ()) - {server.name for server in servers}
+    if unknown:
+        raise SystemExit(f"no such server: {', '.join(sorted(unknown))}")
     chosen = []
     for server in servers:
         if wanted is not None and server.name not in wanted:

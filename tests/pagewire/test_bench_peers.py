@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench import peers
-from bench.comparison import FAILED, FIGURES, RSS, Comparison
+from bench.comparison import FAILED, FIGURES, OUTPUT, RSS, Comparison
 from bench.peer_server import Floor, ServerFailed, read_servers, running
 from bench.workloads import WORKLOADS, seed
 from pagewire.bench.workload import Lengths, random_ids
@@ -51,6 +51,11 @@ def test_bad_entries_are_named(text: str, message: str, tmp_path: Path) -> None:
         read_servers(path)
 
 
+def test_a_name_that_is_none_of_the_servers(toml: Any) -> None:
+    with pytest.raises(SystemExit, match="no such server: vlm"):
+        peers.main([str(toml(vllm=([], ""))), "--only=vllm,vlm"])
+
+
 @pytest.mark.parametrize("workload", "ABCDE")
 def test_workloads_are_flags_that_exist(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     # Nobody answers there: that comes after all flags were read and all prompts drawn.
@@ -85,6 +90,15 @@ def test_the_table_has_medians_and_ratios() -> None:
     assert comparison.figures()["A"]["output tok/s"] == {"ours": 100.0, "theirs": 40.0}
 
 
+def test_other_numbers_of_output_tokens_are_told() -> None:
+    results = [result("ours", **{OUTPUT: 1536}), result("theirs", **{OUTPUT: 1536})]
+    names = ["ours", "theirs"]
+    assert OUTPUT not in Comparison(names, results, {}).table()
+    results.append(result("short", **{OUTPUT: 1400}))
+    table = Comparison([*names, "short"], results, {}).table()
+    assert "| A | output tokens | 1536 | 1536 | 1400 | - | - |" in table
+
+
 def test_tokens_that_come_together_have_no_ratio() -> None:
     results = [result("ours", **{"ITL p50 ms": 0.0}), result("theirs", **{"ITL p50 ms": 0.0})]
     at_best = {name: {"A": {"ITL p50 ms": 8.0}} for name in ("ours", "theirs")}
@@ -97,8 +111,8 @@ def test_no_workload_finds_the_prompts_of_another_in_a_cache() -> None:
     for turn, workload in itertools.product((1, 2), WORKLOADS):
         values = dict(flag.split("=") for flag in WORKLOADS[workload])
         rng = random.Random(f"asks/{seed(workload, turn)}")
-        lengths = [Lengths.parse(values[name]) for name in ("--input-len", "--output-len")]
-        prompts += [ask.ids for ask in random_ids(40, *lengths, 49_152, rng)]
+        prompt, output = (Lengths.parse(values[n]) for n in ("--input-len", "--output-len"))
+        prompts += [ask.ids for ask in random_ids(40, prompt, output, 49_152, rng)]
     assert len({ids[:4] for ids in prompts}) == len(prompts)
 
 
