@@ -55,6 +55,23 @@ def test_streams_that_end_are_not_measured(
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+def test_the_pace_of_both_is_told() -> None:
+    ours = token_path.Measured(6000, 3000, 10.0, {"frontend": 0.3, "tokenizer_svc": 0.06})
+    bare = token_path.Measured(1000, 1000, 5.0, {"bare": 0.04})
+    assert token_path._figures(ours, bare) == pytest.approx(
+        {
+            "frontend": 50.0,
+            "tokenizer_svc": 10.0,
+            "together": 60.0,
+            "bare": 40.0,
+            "ratio": 1.5,
+            "tokens_per_message": 2.0,
+            "tokens_per_second": 600.0,
+            "bare_tokens_per_second": 200.0,
+        }
+    )
+
+
 def test_a_client_whose_requests_failed_has_no_ceiling() -> None:
     summary = {"successful": 3, "requests": 4, "first_error": "gone", "output_tokens_per_s": 100.0}
     with pytest.raises(SystemExit, match="3 of 4 requests were answered: gone"):
