@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.ceilings import Meter
-from bench.comparison import FAILED, Comparison, figures_of
+from bench.comparison import COUNTS, FAILED, Comparison, figures_of
 from bench.floors import Ceilings, ModelReads, floors
 from bench.peer_server import Server, ServerFailed, read_servers, running
 from bench.workloads import WORKLOADS, flags, seed
@@ -211,9 +211,11 @@ def _result(
     figures = "  ".join(
         f"{name} {'-' if value is None else format(value, '.1f')}"
         for name, value in result["figures"].items()
+        if name not in COUNTS
     )
-    failed = f": {summary['first_error']}" if result["figures"][FAILED] else ""
-    print(f"{server.name} {workload} run {turn}: {figures}{failed}", flush=True)
+    failed = result["figures"][FAILED]
+    failures = f"  {failed} FAILED: {summary['first_error']}" if failed else ""
+    print(f"{server.name} {workload} run {turn}: {figures}{failures}", flush=True)
     return result
 
 
