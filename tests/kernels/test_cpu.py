@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from kernels.inputs import (
 from kernels.reference.ops import ReferenceOps
 from kernels.shapes import ShapeError
 from tests.support.cpu_kernels import VARIANTS, best_cpu_ops, cpu_ops, threads
+from tests.support.cxx import compile_cxx, headers_read_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,12 +57,10 @@ def test_every_variant_is_sound_cxx(variant: build.Variant, tmp_path: Path) -> N
     """Those that this CPU cannot run too: all templates are instantiated, without code."""
     if said := build.refusal(variant, tmp_path):
         pytest.skip(f"the compiler does not know {variant.name}: {said}")
+    flags = ["-std=c++17", *variant.flags, "-Wno-psabi", "-Wall", "-Werror"]
+    headers = headers_read_once(tmp_path, flags)
     sources = sorted(map(str, build.SOURCES.glob("*.cpp")))
-    flags = ["-std=c++17", *variant.flags, "-fsyntax-only", "-Wno-psabi", "-Wall", "-Werror"]
-    done = subprocess.run(
-        [*build.find_compiler(), *flags, *sources], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    compile_cxx(*flags, *headers, "-fsyntax-only", *sources)
 
 
 def test_best_variant_is_loaded(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,15 +7,15 @@ the real variant, and its speed.
 
 from __future__ import annotations
 
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels.cpu.build import FLAGS, SOURCES, Variant, build, find_compiler, variants
+from kernels.cpu.build import FLAGS, SOURCES, Variant, build, variants
 from kernels.cpu.library import Library
 from kernels.cpu.ops import CpuOps
+from tests.support.cxx import compile_cxx, headers_read_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,8 @@ def emulated_avx_vnni(folder: Path) -> CpuOps:
     all other ops are those of the avx2 library. Builds it in folder. The CPU must run avx2."""
     build()
     (avx2,) = (variant for variant in variants() if variant.name == "avx2")
-    flags = (*avx2.flags, "-DPAGEWIRE_EMULATED_BYTE_DOTS")
+    # -O2 would take twice as long to compile.
+    flags = (*avx2.flags, "-Og", "-DPAGEWIRE_EMULATED_BYTE_DOTS")
     return CpuOps(_compile(folder, "avx_vnni", _QUANTIZED, flags, avx2))
 
 
@@ -46,9 +47,10 @@ def emulated_avx512_bf16(folder: Path) -> CpuOps:
     must run avx2."""
     build()
     (avx2,) = (variant for variant in variants() if variant.name == "avx2")
-    header = str(Path(__file__).with_name("emulated_avx512.h"))
+    header = Path(__file__).with_name("emulated_avx512.h")
     # -O2 would take four times as long to compile.
-    flags = (*avx2.flags, "-Og", "-Wno-ignored-attributes", "-include", header)
+    flags = (*avx2.flags, "-Og", "-Wno-ignored-attributes")
+    flags += headers_read_once(folder, (*FLAGS, *flags), header)
     return CpuOps(_compile(folder, "avx512_bf16", _ALL, flags, avx2))
 
 
@@ -67,12 +69,10 @@ def emulated_amx(folder: Path) -> CpuOps:
 def _compile(
     folder: Path, name: str, sources: Sequence[str], flags: tuple[str, ...], rest: Variant
 ) -> Library:
-    compiler = find_compiler()
-
     def compile_source(stem: str) -> str:
         target = str(folder / f"{stem}.o")
         source = str(SOURCES / f"{stem}.cpp")
-        subprocess.run([*compiler, *FLAGS, *flags, "-c", source, "-o", target], check=True)
+        compile_cxx(*FLAGS, *flags, "-c", source, "-o", target)
         return target
 
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -80,5 +80,5 @@ def _compile(
     library = folder / f"emulated_{name}.so"
     # Functions that are not found in it are looked up in a library that it needs.
     needed = ["-Wl,--no-as-needed", str(rest.path())]
-    subprocess.run([*compiler, "-shared", *objects, *needed, "-o", str(library)], check=True)
+    compile_cxx("-shared", *objects, *needed, "-o", str(library))
     return Library(_Emulated(name, flags, file=library))
