@@ -1,4 +1,4 @@
-"""Runs the interpreted parity tests in a process whose environment asks for them."""
+"""Runs the interpreted parity tests in one process whose environment asks for them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def _release(distribution: str) -> tuple[int, int]:
     _release("triton") < (3, 7) and _release("numpy") >= (2, 4),
     reason="the interpreter of triton 3.6 takes int() of arrays, which numpy 2.4 refuses",
 )
-@pytest.mark.parametrize("suite", SUITES)
-def test_kernels_match_the_reference_under_the_interpreter(suite: str) -> None:
-    command = [sys.executable, "-m", "pytest", suite, "-q"]
+def test_kernels_match_the_reference_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", *SUITES, "-q"]
     command += ["-p", "no:cacheprovider"]
     if _release("triton") < (3, 7):
         command += ["-W", "ignore:Conversion of an array:DeprecationWarning"]
