@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,21 @@ BATCHES = {
 }
 
 
+@functools.cache
+def yardsticks(
+    shape: str, batch: str, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The exact results, and those of the reference in dtype."""
+    sizes, lens = SHAPES[shape], BATCHES[batch]
+    exact, reference = ReferenceOps(F64), ReferenceOps()
+    wide = widened(make_step(sizes, dtype, *lens))
+    step = make_step(sizes, dtype, *lens)
+    return (
+        wide.run(exact, make_blocks(exact, sizes, dtype, F64)),
+        step.run(reference, make_blocks(reference, sizes, dtype, dtype)),
+    )
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("batch", BATCHES)
@@ -141,13 +157,7 @@ def test_matches_exact_composition(
     shape: str, batch: str, dtype: torch.dtype, backend: str
 ) -> None:
     sizes, lens = SHAPES[shape], BATCHES[batch]
-    exact_ops, reference = ReferenceOps(F64), ReferenceOps()
-    exact = widened(make_step(sizes, dtype, *lens)).run(
-        exact_ops, make_blocks(exact_ops, sizes, dtype, F64)
-    )
-    fair = make_step(sizes, dtype, *lens).run(
-        reference, make_blocks(reference, sizes, dtype, dtype)
-    )
+    exact, fair = yardsticks(shape, batch, dtype)
     ops = cpu_ops(backend)
     with threads(1 if backend == "torch" else 2):
         actual = make_step(sizes, dtype, *lens).run(ops, make_blocks(ops, sizes, dtype, dtype))

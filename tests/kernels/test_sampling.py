@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,17 +60,27 @@ def batch_of(row: Row, draws: int) -> SamplingBatch:
     return sampling_batch([dataclasses.replace(row, position=i) for i in range(draws)])
 
 
+SEEDED_ROWS = [
+    dataclasses.replace(row, seed=seed, position=31 * i + seed % 7, sample_index=i % 3)
+    for seed in (1, 2**64 - 5)
+    for i, row in enumerate(ROWS)
+]
+
+
+@cache
+def reference_draws(
+    vocab_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, SamplingBatch, torch.Tensor]:
+    """Logits [R, V], their rows, and what the reference draws of them [R]."""
+    logits = normal(len(SEEDED_ROWS), vocab_size, seed=vocab_size).to(dtype)
+    batch = sampling_batch(SEEDED_ROWS)
+    return logits, batch, REFERENCE.sample(logits, batch)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 65, 1000, 49152])
 def test_draws_what_the_reference_draws(ops: Ops, vocab_size: int, dtype: torch.dtype) -> None:
-    rows = [
-        dataclasses.replace(row, seed=seed, position=31 * i + seed % 7, sample_index=i % 3)
-        for seed in (1, 2**64 - 5)
-        for i, row in enumerate(ROWS)
-    ]
-    logits = normal(len(rows), vocab_size, seed=vocab_size).to(dtype)
-    batch = sampling_batch(rows)
-    expected = REFERENCE.sample(logits, batch)
+    logits, batch, expected = reference_draws(vocab_size, dtype)
     actual = ops.sample(logits, batch)
     assert actual.dtype == torch.int64
     differing = (actual != expected).nonzero().flatten().tolist()
@@ -77,12 +88,16 @@ def test_draws_what_the_reference_draws(ops: Ops, vocab_size: int, dtype: torch.
     # close to a step of the cumulative distribution, and only there.
     for r in differing:
         low, high = sorted((int(actual[r]), int(expected[r])))
-        kept = kept_weights(logits[r : r + 1].double(), sampling_batch([rows[r]]))[0]
+        kept = kept_weights(logits[r : r + 1].double(), sampling_batch([SEEDED_ROWS[r]]))[0]
         u = float(uniform(batch.seed[r], batch.position[r], batch.sample_index[r]))
         between = kept[low:high].sum() - kept[low]
         step = kept[: low + 1].sum()
-        assert between < 1e-5 * kept.sum(), (rows[r], low, high)
-        assert abs(float(step - u * kept.sum())) < 1e-5 * float(kept.sum()), (rows[r], low, high)
+        assert between < 1e-5 * kept.sum(), (SEEDED_ROWS[r], low, high)
+        assert abs(float(step - u * kept.sum())) < 1e-5 * float(kept.sum()), (
+            SEEDED_ROWS[r],
+            low,
+            high,
+        )
     assert len(differing) <= 1
 
 
@@ -173,12 +188,18 @@ def test_greedy_ties_take_the_lowest_id(ops: Ops, vocab_size: int) -> None:
     assert ops.sample(mixed, sampling_batch(rows))[:2].tolist() == [0, 3]
 
 
+@cache
+def draws_with_ties() -> list[tuple[torch.Tensor, SamplingBatch, torch.Tensor]]:
+    """As reference_draws, of whole numbers, for each filter."""
+    filters = Row(top_k=3), Row(top_k=30), Row(top_p=0.5), Row(top_p=0.9), Row(1.0, 20, 0.6)
+    rows = normal(1, 400, seed=6).round().expand(200, -1).contiguous()
+    batches = [batch_of(row, 200) for row in filters]
+    return [(rows, batch, REFERENCE.sample(rows, batch)) for batch in batches]
+
+
 def test_ties_in_filters_follow_the_reference(ops: Ops) -> None:
-    logits = normal(1, 400, seed=6).round()
-    for row in (Row(top_k=3), Row(top_k=30), Row(top_p=0.5), Row(top_p=0.9), Row(1.0, 20, 0.6)):
-        batch = batch_of(row, 200)
-        rows = logits.expand(200, -1).contiguous()
-        assert torch.equal(ops.sample(rows, batch), REFERENCE.sample(rows, batch))
+    for rows, batch, expected in draws_with_ties():
+        assert torch.equal(ops.sample(rows, batch), expected)
 
 
 def test_minus_infinity_is_never_drawn(ops: Ops) -> None:
