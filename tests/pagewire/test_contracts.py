@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,17 +59,25 @@ def sources() -> Iterator[str]:
                 yield name
 
 
-def imports(name: str, *, for_annotations: bool = True) -> Iterator[str]:
+@cache
+def parsed(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text())
+
+
+@cache
+def imports(name: str, *, for_annotations: bool = True) -> tuple[str, ...]:
     """Every module that the file imports anywhere, as a dotted name; on demand
     without those under `if TYPE_CHECKING`."""
-    tree = ast.parse((ROOT / name).read_text())
-    if not for_annotations:
-        tree.body = [node for node in tree.body if not is_type_checking(node)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    found: list[str] = []
+    for statement in parsed(name).body:
+        if not for_annotations and is_type_checking(statement):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import):
+                found += (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def is_type_checking(node: ast.stmt) -> bool:
@@ -90,13 +99,12 @@ def importers_of_ours(suffix: str, *, for_annotations: bool) -> set[str]:
 
 
 def uses_torch_cuda(name: str) -> bool:
-    tree = ast.parse((ROOT / name).read_text())
     by_attribute = any(
         isinstance(node, ast.Attribute)
         and node.attr == "cuda"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
-        for node in ast.walk(tree)
+        for node in ast.walk(parsed(name))
     )
     return by_attribute or any(module.startswith("torch.cuda") for module in imports(name))
 
@@ -169,6 +177,7 @@ print([m for m in ("torch", "triton", "engine_core", "kernels") if m in sys.modu
 def test_client_commands_start_without_heavy_imports() -> None:
     code = """
 import sys
+from functools import cache
 import pagewire.cli.chat, pagewire.cli.generate, pagewire.cli.models
 heavy = ("torch", "transformers", "tokenizers", "numpy", "pydantic", "zmq", "starlette")
 print([m for m in heavy if m in sys.modules])
@@ -193,6 +202,7 @@ def test_our_version_is_outside_the_window_that_transformers_acts_on() -> None:
 def test_transformers_model_code_loads_beside_our_kernels() -> None:
     code = """
 import sys
+from functools import cache
 import kernels
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers import LlamaConfig
