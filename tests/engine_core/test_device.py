@@ -10,12 +10,15 @@ import torch
 
 from engine_core.device.cpu import CpuDevice, multiplies_bfloat16
 from engine_core.device.select import select_device
+from kernels.cpu.build import Variant
 from pagewire.config import EngineConfig
 from pagewire.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from engine_core.model.config import CheckpointDtype
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +44,35 @@ def test_auto_dtype_follows_the_instructions(tmp_path: Path, cpuinfo: str, expec
     assert multiplies_bfloat16(path) is expected
 
 
-def test_dtypes() -> None:
-    device = CpuDevice("1MiB", 1)
-    auto = torch.bfloat16 if multiplies_bfloat16() else torch.float32
-    assert device.resolve_dtype("auto", "float16") == auto
-    assert device.resolve_dtype("float16", "float32") == torch.float16
+@pytest.mark.parametrize(
+    ("multiplies", "variants", "stored", "expected"),
+    [
+        (True, ["portable", "avx512_bf16"], "float16", torch.bfloat16),
+        (True, [], "float32", torch.bfloat16),
+        (False, ["portable", "avx2"], "bfloat16", torch.bfloat16),
+        (False, ["portable", "avx2"], "float16", torch.float32),
+        (False, ["portable", "avx2"], "quantized", torch.float32),
+        (False, ["portable"], "bfloat16", torch.float32),
+        (False, [], "bfloat16", torch.float32),
+    ],
+)
+def test_auto_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+    multiplies: bool,
+    variants: list[str],
+    stored: CheckpointDtype,
+    expected: torch.dtype,
+) -> None:
+    module = "engine_core.device.cpu"
+    monkeypatch.setattr(f"{module}.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(
+        f"{module}.supported_variants", lambda: [Variant(name, ()) for name in variants]
+    )
+    assert CpuDevice("1MiB", 1).resolve_dtype("auto", stored) == expected
+
+
+def test_asked_dtype() -> None:
+    assert CpuDevice("1MiB", 1).resolve_dtype("float16", "float32") == torch.float16
 
 
 def test_threads() -> None:
