@@ -206,14 +206,20 @@ def test_batch_invariant_ops_match_the_reference(case: Case) -> None:
     assert_parity(case, BatchInvariantCudaOps(num_sms=1), torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("length", "heads"), [(70, (4, 2, 16)), (67, (3, 1, 32)), (9, (33, 1, 16))], ids=str
+    ("dtype", "length", "heads"),
+    [
+        *((dtype, 70, (4, 2, 16)) for dtype in DTYPES),
+        *((dtype, 67, (3, 1, 32)) for dtype in DTYPES),
+        (torch.float16, 9, (33, 1, 16)),
+    ],
+    ids=str,
 )
 def test_attention_does_not_depend_on_the_batch(
     dtype: torch.dtype, length: int, heads: tuple[int, int, int]
 ) -> None:
-    """The last has more heads than a tile has rows; keys are in tiles of 32 or 64."""
+    """The last has more heads than a tile has rows. Keys are in tiles of 32 or 64, by dtype, and
+    its keys are within one of either."""
     attended = Attended.make(dtype, length, *heads)
     ops = BatchInvariantCudaOps(num_sms=1)
     assert_attention_is_invariant(ops, attended, [0, length - 5, length - 1])
