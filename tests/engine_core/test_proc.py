@@ -330,7 +330,7 @@ def test_a_frontend_that_does_not_read_holds_nobody_up(
         step_until_seen(engine, other, 1)
         # Each is answered with 20000 ids in 180 kB: 54 MB in all, more than the
         # high-water marks and the kernel's buffers hold.
-        dropped = "1 requests dropped: it does not read: 1 MiB wait for it"
+        dropped = "1 requests dropped: it does not read: "
         for _ in range(300):
             engine.runner.entered.clear()
             deaf.send(unknown)
