@@ -47,7 +47,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAITarget:
-    """A pool of connections as large as the load needs; an asynchronous context manager."""
+    """A connection for each request; an asynchronous context manager.
+
+    llama.cpp's server ends a connection after a stream without a word, and a pool that takes it for
+    alive loses the next request."""
 
     def __init__(
         self,
@@ -76,7 +79,9 @@ class OpenAITarget:
         self._session = aiohttp.ClientSession(
             timeout=self._timeout,
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls),
+            connector=aiohttp.TCPConnector(
+                limit=0, force_close=True, ssl=True if self._tls is None else self._tls
+            ),
             auto_decompress=False,
         )
         return self

@@ -34,6 +34,8 @@ class SseServer:
     def __init__(self) -> None:
         self.answers: list[tuple[int, list[bytes]]] = []
         self.bodies: list[dict[str, Any]] = []
+        self.ends_silently = False
+        """Whether whatever follows an answer on its connection is lost."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -52,6 +54,9 @@ class SseServer:
                     for _ in range(20):
                         await asyncio.sleep(0)
                 writer.write(b"0\r\n\r\n")
+                if self.ends_silently:
+                    await reader.read(1)
+                    return
         except asyncio.IncompleteReadError:
             pass
         finally:
@@ -94,6 +99,13 @@ async def test_a_stream_is_counted_by_usage_and_timed_by_event(server: SseServer
         "temperature": 0.0,
         "ignore_eos": True,
     }
+
+
+async def test_no_request_depends_on_the_connection_of_another(server: SseServer) -> None:
+    server.ends_silently = True
+    server.answers = [(200, [event("a") + LAST]), (200, [event("b") + LAST])]
+    records = await ask(server, Ask(3, ids=(7,)), Ask(3, ids=(8,)))
+    assert [record.ok for record in records] == [True, True]
 
 
 async def test_token_ids_tell_the_tokens_of_an_event(server: SseServer) -> None:
