@@ -230,7 +230,7 @@ class EngineConfig(WireFields, ModelConfigFields, ProcessFields):
     """Share of the GPU's memory for weights, activations and KV cache."""
     kv_cache_memory: MemorySize | None = None
     """KV cache size on a CPU, such as 512MiB or 4GiB. Default: an eighth of the
-    free memory, at most 4GiB."""
+    free memory, at most 4GiB, and no more than 65,536 tokens or one whole sequence need."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = (
         "auto"
     )

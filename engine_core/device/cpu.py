@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_SHARE = 8
 _DEFAULT_MOST = 4 << 30
+_DEFAULT_TOKENS = 1 << 16
+"""A small model's KV cache would go on taking memory for prompts that nobody asks again."""
 # x86 and Arm names of instructions that multiply bfloat16.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -45,7 +47,9 @@ class CpuDevice:
         if kv_cache_memory is None:
             share = min(available_memory() // _DEFAULT_SHARE, _DEFAULT_MOST)
             self._budget = MemoryBudget(
-                share // num_ranks, "--kv-cache-memory (default: an eighth of the free)"
+                share // num_ranks,
+                "--kv-cache-memory (default: an eighth of the free)",
+                _DEFAULT_TOKENS,
             )
         else:
             size = parse_memory_size(kv_cache_memory, "--kv-cache-memory")

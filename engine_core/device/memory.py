@@ -73,6 +73,8 @@ class MemoryBudget:
 
     num_bytes: int
     origin: str
+    enough_tokens: int | None = None
+    """For how many it need not be more; None: for any number."""
 
 
 _LEAST_MARGIN = 64 * _MIB
@@ -184,7 +186,7 @@ def plan_kv_cache(
     max_model_len: int,
     max_model_len_is_given: bool,
 ) -> KVPlan:
-    """As many blocks as the budget holds.
+    """As many blocks as the budget holds, but no more than are enough.
 
     One sequence of max_model_len must fit. Where the operator asked for that
     length, ConfigError says by how much it does not; else the length is
@@ -197,6 +199,9 @@ def plan_kv_cache(
             f"{block_size} tokens takes {block_bytes / _MIB:.3f} MiB and two are the least"
         )
     if usable * block_size >= max_model_len:
+        if budget.enough_tokens is not None:
+            enough = max(budget.enough_tokens, max_model_len)
+            usable = min(usable, -(-enough // block_size))
         return KVPlan(usable + 1, max_model_len)
     needed = (-(-max_model_len // block_size) + 1) * block_bytes
     shortage = (

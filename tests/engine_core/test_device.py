@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine_core.device.cpu import CpuDevice, multiplies_bfloat16
+from engine_core.device.memory import MemoryBudget
 from engine_core.device.select import select_device
 from kernels.cpu.build import Variant
 from pagewire.config import EngineConfig
@@ -85,6 +86,11 @@ def test_default_budget_is_an_eighth_and_at_most_4_gib() -> None:
     assert 0 < budget.num_bytes <= 4 << 30
     assert budget.num_bytes <= psutil.virtual_memory().total // 8
     assert "--kv-cache-memory" in budget.origin
+    assert budget.enough_tokens == 1 << 16
+
+
+def test_an_asked_budget_is_taken_whole() -> None:
+    assert CpuDevice("8GiB", 1).fixed_kv_budget() == MemoryBudget(8 << 30, "--kv-cache-memory 8GiB")
 
 
 def test_given_budget() -> None:

@@ -106,6 +106,18 @@ def test_plan_takes_all_that_fits(given: bool) -> None:
     assert plan_kv_cache(MemoryBudget(10_999, "x"), 1000, 16, 144, given) == KVPlan(10, 144)
 
 
+@pytest.mark.parametrize(
+    ("enough", "max_model_len", "tokens"),
+    [(None, 64, 160), (100, 64, 112), (16, 64, 64), (16, 70, 80), (1000, 64, 160)],
+)
+def test_plan_takes_no_more_than_is_enough(
+    enough: int | None, max_model_len: int, tokens: int
+) -> None:
+    budget = MemoryBudget(11_000, "x", enough)
+    plan = plan_kv_cache(budget, 1000, 16, max_model_len, False)
+    assert plan == KVPlan(tokens // 16 + 1, max_model_len)
+
+
 def test_plan_refuses_a_given_length_with_figures() -> None:
     budget = MemoryBudget(8 << 20, "--kv-cache-memory 8MiB")
     with pytest.raises(ConfigError) as caught:
