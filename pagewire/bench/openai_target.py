@@ -47,10 +47,9 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAITarget:
-    """A connection for each request; an asynchronous context manager.
-
-    llama.cpp's server ends a connection after a stream without a word, and a pool that takes it for
-    alive loses the next request."""
+    """A connection for each request, as llama.cpp's server ends them after a stream without a word,
+    and a pool that takes one for alive loses the next request. Over TLS a pool as large as the load
+    needs: handshakes are not what is measured. An asynchronous context manager."""
 
     def __init__(
         self,
@@ -80,7 +79,9 @@ class OpenAITarget:
             timeout=self._timeout,
             headers=self._headers,
             connector=aiohttp.TCPConnector(
-                limit=0, force_close=True, ssl=True if self._tls is None else self._tls
+                limit=0,
+                force_close=not self._url.startswith("https:"),
+                ssl=True if self._tls is None else self._tls,
             ),
             auto_decompress=False,
         )
