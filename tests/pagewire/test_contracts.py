@@ -177,7 +177,6 @@ print([m for m in ("torch", "triton", "engine_core", "kernels") if m in sys.modu
 def test_client_commands_start_without_heavy_imports() -> None:
     code = """
 import sys
-from functools import cache
 import pagewire.cli.chat, pagewire.cli.generate, pagewire.cli.models
 heavy = ("torch", "transformers", "tokenizers", "numpy", "pydantic", "zmq", "starlette")
 print([m for m in heavy if m in sys.modules])
@@ -202,7 +201,6 @@ def test_our_version_is_outside_the_window_that_transformers_acts_on() -> None:
 def test_transformers_model_code_loads_beside_our_kernels() -> None:
     code = """
 import sys
-from functools import cache
 import kernels
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers import LlamaConfig
