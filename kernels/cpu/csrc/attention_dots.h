@@ -1,8 +1,8 @@
 // Attention's products in bfloat16 dot products (vdpbf16ps), for CPUs that have them.
 //
 // A dot product of keys wants pairs of elements across 16 keys in one vector: 16 rows of pairs
-// are transposed in registers. One of values wants pairs of keys across dimensions: two rows
-// are interleaved. With few query rows both are used at once, with many they go to a tile.
+// are transposed in registers, into a tile. One of values wants pairs of keys across dimensions:
+// two rows are interleaved. With few query rows they are used at once, with many they go to a tile.
 #pragma once
 
 #include "attention.h"
@@ -64,10 +64,17 @@ inline __m512i splat_pair(const bf16* from) {
   return _mm512_set1_epi32(pair);
 }
 
-template <class C>
-inline void load_keys(const C* const* keys, int64_t d, int64_t left, __m512i (&columns)[16]) {
+// Elements [d, d + DEPTH) of a row, of which `left` are there: FULL where that is all.
+template <bool FULL, class C>
+PAGEWIRE_INLINE __m512i load_part(const C* row, int64_t left) {
+  return load_row(row, FULL ? DEPTH : left);
+}
+
+template <bool FULL, class C>
+PAGEWIRE_INLINE void load_keys(const C* const* keys, int64_t d, int64_t left,
+                               __m512i (&columns)[16]) {
   PAGEWIRE_UNROLL
-  for (int i = 0; i < 16; i++) columns[i] = load_row(keys[i] + d, left);
+  for (int i = 0; i < 16; i++) columns[i] = load_part<FULL>(keys[i] + d, left);
   transpose(columns);
 }
 
@@ -102,45 +109,26 @@ inline vf exp_of_negative(vf x) {
   return bits_as<vf>(_mm512_maskz_scalef_ps(counts, bits_as<__m512>(p), n));
 }
 
-// scores[m][16] of M query rows and 16 keys. q is padded with zeros to a multiple of DEPTH.
-template <int M, class C>
-void multiply_keys(const bf16* q, int64_t q_row, const C* const* keys, Fetcher<C>& fetch,
-                   int64_t head_dim, float* scores) {
-  __m512 sums[M] = {};
-  for (int64_t d = 0; d < head_dim; d += DEPTH) {
-    __m512i columns[16];
-    load_keys(keys, d, head_dim - d, columns);
-    PAGEWIRE_UNROLL
-    for (int pair = 0; pair < 16; pair++) {
-      fetch();
-      PAGEWIRE_UNROLL
-      for (int m = 0; m < M; m++)
-        sums[m] = dot(sums[m], splat_pair(q + m * q_row + d + 2 * pair), columns[pair]);
-    }
-  }
-  PAGEWIRE_UNROLL
-  for (int m = 0; m < M; m++) _mm512_storeu_ps(scores + m * KEYS, sums[m]);
-}
-
-// acc[m][d..] += weights[m][j] * values[j][d..] for M rows and N vectors of 32 dimensions.
-template <int M, int N, class C>
-void add_values_at(const bf16* weights, const C* const* values, Fetcher<C>& fetch,
-                   int64_t count, int64_t d, int64_t head_dim, float* acc, int64_t acc_row) {
+// acc[m][d..] += weights[m][j] * values[j][d..] for M rows and N vectors of 32 dimensions, of which
+// `left` are there: FULL where that is all.
+template <int M, int N, bool FULL, class C>
+void add_values_at(const bf16* weights, const C* const* values, NearFetcher<C>& fetch,
+                   int64_t count, int64_t d, int64_t left, float* acc, int64_t acc_row) {
+  NearFetcher<C> fetch_one = fetch;
   __m512 sums[M][2 * N];
   PAGEWIRE_UNROLL
   for (int m = 0; m < M; m++)
     PAGEWIRE_UNROLL
     for (int i = 0; i < 2 * N; i++) sums[m][i] = _mm512_loadu_ps(acc + m * acc_row + d + i * LANES);
-  for (int64_t j = 0; j < count; j += 2) {
+  auto add_pair = [&](int64_t j, bool both) __attribute__((always_inline)) {
     PAGEWIRE_UNROLL
     for (int i = 0; i < N; i++) {
       int64_t at = d + i * DEPTH;
-      __m512i a = load_row(values[j] + at, head_dim - at);
-      // What lies behind the last value may be anything, and its weight is zero.
-      __m512i b = j + 1 < count ? load_row(values[j + 1] + at, head_dim - at) : __m512i{};
+      __m512i a = load_part<FULL>(values[j] + at, left - i * DEPTH);
+      __m512i b = both ? load_part<FULL>(values[j + 1] + at, left - i * DEPTH) : __m512i{};
       ValuePair pair = interleave(a, b);
-      fetch();
-      fetch();
+      fetch_one();
+      fetch_one();
       PAGEWIRE_UNROLL
       for (int m = 0; m < M; m++) {
         __m512i weight = splat_pair(weights + m * KEYS + j);
@@ -148,38 +136,54 @@ void add_values_at(const bf16* weights, const C* const* values, Fetcher<C>& fetc
         sums[m][2 * i + 1] = dot(sums[m][2 * i + 1], weight, pair.high);
       }
     }
-  }
+  };
+  int64_t j = 0;
+  for (; j + 2 <= count; j += 2) add_pair(j, true);
+  // What lies behind the last value may be anything, and its weight is zero.
+  if (j < count) add_pair(j, false);
   PAGEWIRE_UNROLL
   for (int m = 0; m < M; m++)
     PAGEWIRE_UNROLL
     for (int i = 0; i < 2 * N; i++) _mm512_storeu_ps(acc + m * acc_row + d + i * LANES, sums[m][i]);
+  fetch = fetch_one;
 }
 
 template <int M, class C>
-void add_values(const bf16* weights, const C* const* values, Fetcher<C>& fetch,
+void add_values(const bf16* weights, const C* const* values, NearFetcher<C>& fetch,
                 int64_t count, int64_t head_dim, float* acc, int64_t acc_row) {
   int64_t d = 0;
   if constexpr (M <= 4)
-    for (; d + DEPTH < head_dim; d += 2 * DEPTH)
-      add_values_at<M, 2>(weights, values, fetch, count, d, head_dim, acc, acc_row);
-  for (; d < head_dim; d += DEPTH)
-    add_values_at<M, 1>(weights, values, fetch, count, d, head_dim, acc, acc_row);
+    for (; d + 2 * DEPTH <= head_dim; d += 2 * DEPTH)
+      add_values_at<M, 2, true>(weights, values, fetch, count, d, head_dim - d, acc, acc_row);
+  for (; d + DEPTH <= head_dim; d += DEPTH)
+    add_values_at<M, 1, true>(weights, values, fetch, count, d, head_dim - d, acc, acc_row);
+  if (d < head_dim)
+    add_values_at<M, 1, false>(weights, values, fetch, count, d, head_dim - d, acc, acc_row);
 }
 
-// Tiles for many rows: panels of 32 columns, as [panel][pair][32 columns][2].
+// Tiles: panels of 32 columns, as [panel][pair][32 columns][2].
 
 // Of 64 keys, whose pairs are those of dimensions.
 template <class C>
-inline void pack_keys(const C* const* keys, int64_t count, int64_t head_dim, int64_t dim,
-                      bf16* tile) {
-  for (int64_t j = 0; j < count; j += LANES)
-    for (int64_t d = 0; d < head_dim; d += DEPTH) {
-      __m512i columns[16];
-      load_keys(keys + j, d, head_dim - d, columns);
-      bf16* to = tile + (j / 32) * dim * 32 + (d / 2) * 64 + (j % 32) * 2;
-      PAGEWIRE_UNROLL
-      for (int pair = 0; pair < 16; pair++) _mm512_storeu_si512(to + pair * 64, columns[pair]);
+void pack_keys(const C* const* keys, int64_t count, int64_t head_dim, int64_t dim,
+               NearFetcher<C>& fetch, bf16* tile) {
+  NearFetcher<C> fetch_one = fetch;
+  auto pack = [&](int64_t j, int64_t d, auto full) __attribute__((always_inline)) {
+    __m512i columns[16];
+    load_keys<decltype(full)::value>(keys + j, d, head_dim - d, columns);
+    bf16* to = tile + (j / 32) * dim * 32 + (d / 2) * 64 + (j % 32) * 2;
+    PAGEWIRE_UNROLL
+    for (int pair = 0; pair < 16; pair++) {
+      if (pair % 2 == 0) fetch_one();
+      _mm512_storeu_si512(to + pair * 64, columns[pair]);
     }
+  };
+  for (int64_t j = 0; j < count; j += LANES) {
+    int64_t d = 0;
+    for (; d + DEPTH <= head_dim; d += DEPTH) pack(j, d, std::true_type{});
+    if (d < head_dim) pack(j, d, std::false_type{});
+  }
+  fetch = fetch_one;
 }
 
 // Of the dimensions, whose pairs are those of keys.
@@ -194,6 +198,34 @@ inline void pack_values(const C* const* values, int64_t count, int64_t head_dim,
       _mm512_storeu_si512(to, pair.low);
       _mm512_storeu_si512(to + 32, pair.high);
     }
+}
+
+// scores[M][KEYS] of M query rows, MOST_ROWS at most, and both panels of KEYS keys: it takes
+// both for enough sums to be under way. Each is the same chain as multiply_tile's.
+template <int M, class C>
+void multiply_keys(const bf16* q, int64_t dim, const bf16* tile, int64_t pairs,
+                   NearFetcher<C>& fetch, float* scores) {
+  NearFetcher<C> fetch_one = fetch;
+  __m512 sums[M][4] = {};
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    __m512i keys[4];
+    PAGEWIRE_UNROLL
+    for (int i = 0; i < 4; i++)
+      keys[i] = _mm512_loadu_si512(tile + i / 2 * dim * 32 + pair * 64 + i % 2 * 32);
+    fetch_one();
+    fetch_one();
+    PAGEWIRE_UNROLL
+    for (int m = 0; m < M; m++) {
+      __m512i both = splat_pair(q + m * dim + 2 * pair);
+      PAGEWIRE_UNROLL
+      for (int i = 0; i < 4; i++) sums[m][i] = dot(sums[m][i], both, keys[i]);
+    }
+  }
+  PAGEWIRE_UNROLL
+  for (int m = 0; m < M; m++)
+    PAGEWIRE_UNROLL
+    for (int i = 0; i < 4; i++) _mm512_storeu_ps(scores + m * KEYS + i * LANES, sums[m][i]);
+  fetch = fetch_one;
 }
 
 // c[M][32] (+)= a[M][2 pairs] and one panel

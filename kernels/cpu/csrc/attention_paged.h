@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "attention.h"
@@ -183,8 +184,12 @@ struct Attention {
   }
 
 #if defined(__AVX512BF16__)
-  // next: the item that the thread runs after this one, or null.
+  // next: the item that the thread runs after this one, or null. A step takes the keys of all its
+  // KV heads and then the values, and fetches the other of the two meanwhile.
   void direct_dots(const Item& item, const Item* next, const Rows& rows) const {
+    struct KeyTile;
+    bf16* key_tile = scratch<KeyTile, bf16>(size_t(dim * KEYS));
+    int64_t head_rows = item.head_rows(group);
     Step steps[2];
     StepScales memory;
     int64_t now = 0;
@@ -193,31 +198,49 @@ struct Attention {
       Step &step = steps[now], &coming = steps[now ^ 1];
       int64_t count = step.count;
       locate_next(item, key, next, next == nullptr ? 0 : next->key_begin, coming);
-      Fetcher<C> fetch_keys(coming.keys, coming.count, item.kv_heads * n.k_head);
-      Fetcher<C> fetch_values(coming.values, coming.count, item.kv_heads * n.v_head);
+      NearFetcher<C> fetch_values(step.values, count, item.kv_heads * n.v_head);
       for (int64_t h = 0; h < item.kv_heads; h++) {
-        int64_t end = (h + 1) * item.head_rows(group);
-        const StepScales* scales = find_scales(item, item.kv_head + h, key, 0, count, memory);
-        for (int64_t row = h * item.head_rows(group); row < end;) {
-          int64_t pieces = (end - row + dots::MOST_ROWS - 1) / dots::MOST_ROWS;
-          int64_t height = (end - row + pieces - 1) / pieces;
-          with_rows<dots::MOST_ROWS>(height, [&](auto rows_at_once) {
-            constexpr int M = decltype(rows_at_once)::value;
-            for (int64_t j = 0; j < count; j += W)
-              dots::multiply_keys<M>(rows.short_q + row * dim, dim, step.keys + j, fetch_keys,
-                                     n.head_dim, rows.scores + row * KEYS + j);
-            for (int m = 0; m < M; m++)
-              rows.soften_short(row + m, visible_keys(rows.positions[row + m], key, count), count, scales);
-            dots::add_values<M>(rows.weights + row * KEYS, step.values, fetch_values, count,
-                                n.head_dim, rows.acc + row * dim, dim);
-          });
-          row += height;
-        }
-        for (int64_t j = 0; j < KEYS; j++) {
-          step.keys[j] += n.k_head;
-          step.values[j] += n.v_head;
-        }
+        HeadRows keys = of_head(step.keys, h * n.k_head);
+        dots::pack_keys(keys.data(), count, n.head_dim, dim, fetch_values, key_tile);
+        for_pieces(h * head_rows, head_rows, [&](int64_t row, auto rows_at_once) {
+          constexpr int M = decltype(rows_at_once)::value;
+          dots::multiply_keys<M>(rows.short_q + row * dim, dim, key_tile, (n.head_dim + 1) / 2,
+                                 fetch_values, rows.scores + row * KEYS);
+        });
       }
+      for (int64_t h = 0; h < item.kv_heads; h++) {
+        const StepScales* scales = find_scales(item, item.kv_head + h, key, 0, count, memory);
+        for (int64_t row = h * head_rows; row < (h + 1) * head_rows; row++)
+          rows.soften_short(row, visible_keys(rows.positions[row], key, count), count, scales);
+      }
+      NearFetcher<C> fetch_keys(coming.keys, coming.count, item.kv_heads * n.k_head);
+      for (int64_t h = 0; h < item.kv_heads; h++) {
+        HeadRows values = of_head(step.values, h * n.v_head);
+        for_pieces(h * head_rows, head_rows, [&](int64_t row, auto rows_at_once) {
+          constexpr int M = decltype(rows_at_once)::value;
+          dots::add_values<M>(rows.weights + row * KEYS, values.data(), fetch_keys, count,
+                              n.head_dim, rows.acc + row * dim, dim);
+        });
+      }
+    }
+  }
+
+  using HeadRows = std::array<const C*, KEYS>;
+
+  static HeadRows of_head(const C* const* rows, int64_t offset) {
+    HeadRows moved;
+    for (size_t j = 0; j < size_t(KEYS); j++) moved[j] = rows[j] + offset;
+    return moved;
+  }
+
+  // Calls f(row, std::integral_constant<int, M>) for pieces of M rows, of about the same size.
+  template <class F>
+  static void for_pieces(int64_t row, int64_t num_rows, const F& f) {
+    for (int64_t end = row + num_rows; row < end;) {
+      int64_t pieces = (end - row + dots::MOST_ROWS - 1) / dots::MOST_ROWS;
+      int64_t height = (end - row + pieces - 1) / pieces;
+      with_rows<dots::MOST_ROWS>(height, [&](auto rows_at_once) { f(row, rows_at_once); });
+      row += height;
     }
   }
 
@@ -234,7 +257,8 @@ struct Attention {
     for (int64_t key = item.key_begin; key < item.key_end; key += KEYS) {
       locate_step(item, key, step);
       int64_t count = step.count;
-      dots::pack_keys(step.keys, count, n.head_dim, dim, key_tile);
+      NearFetcher<C> nothing(nullptr, 0, 0);
+      dots::pack_keys(step.keys, count, n.head_dim, dim, nothing, key_tile);
       dots::pack_values(step.values, count, n.head_dim, value_tile);
       const StepScales* scales = find_scales(item, item.kv_head, key, 0, count, memory);
       for (int64_t row = 0; row < num_rows; row += HEIGHT) {

@@ -7,7 +7,7 @@ namespace pagewire {
 
 #if defined(__AVX512F__)
 
-inline void transpose(__m512i (&rows)[16]) {
+PAGEWIRE_INLINE void transpose(__m512i (&rows)[16]) {
   __m512i t[16];
   PAGEWIRE_UNROLL
   for (int i = 0; i < 16; i += 2) {
