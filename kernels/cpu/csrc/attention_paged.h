@@ -1,8 +1,8 @@
 // Causal attention over the paged KV cache, read in place through the block table.
 //
 // Keys pass in steps of up to KEYS with an online softmax. In bfloat16, where the CPU multiplies
-// it, its dot products are used, straight from the cache for few query rows and from packed tiles
-// for many, and weights are rounded to it (attention_dots.h). All else is float32
+// it, its dot products are used, from packed tiles, but few query rows take values straight from
+// the cache; weights are rounded to it (attention_dots.h). All else is float32
 // (attention_tiles.h). Keys before the window of an item's first token are not read. Codes of
 // 8-bit caches are turned into floats on the way; their scales multiply the scores of keys, and
 // the weights of values.
