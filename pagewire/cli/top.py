@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,6 +24,7 @@ from pagewire.cli.top_source import Source, SourceFailed
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
+    from types import FrameType
 
     from rich.console import ConsoleOptions, RenderResult
 
@@ -43,9 +46,10 @@ def run(options: argparse.Namespace) -> int:
     watch = _Watch(source)
     try:
         watch.begin()
-        if options.once or options.json or not sys.stdout.isatty():
-            return _print(watch, options)
-        return _show(watch, options.interval)
+        with _interrupts() as interrupt:
+            if options.once or options.json or not sys.stdout.isatty():
+                return _print(watch, options, interrupt)
+            return _show(watch, options.interval, interrupt)
     except SourceFailed as failure:
         fail(_with_hint(failure))
         return EXIT_FAILED
@@ -104,9 +108,34 @@ def _life(sample: Sample) -> tuple[str, str]:
     return sample.live["life"], sample.live["model"]
 
 
-def _print(watch: _Watch, options: argparse.Namespace) -> int:
+class _Interrupt:
+    """Ctrl-C, which raises KeyboardInterrupt wherever the program is. In a finalizer the
+    interpreter drops that, so it is also noted here."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupt]:
+    interrupt = _Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt  # signals are not its business
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _print(watch: _Watch, options: argparse.Namespace, interrupt: _Interrupt) -> int:
     """Frame by frame, for a pipe or a file."""
-    while True:
+    while not interrupt.came:
         pause(options.interval)
         if options.once:
             watch.look()
@@ -127,21 +156,23 @@ def _print(watch: _Watch, options: argparse.Namespace) -> int:
             console.print(frame(shown, width=console.width))
         sys.stdout.flush()
         if options.once:
-            return EXIT_OK
+            break
+    return EXIT_OK
 
 
-def _show(watch: _Watch, interval: float) -> int:
+def _show(watch: _Watch, interval: float, interrupt: _Interrupt) -> int:
     """On a screen of its own, until q or Ctrl-C."""
     console = Console(highlight=False)
     with (
         _keys() as pause_for_key,
         Live(watch, console=console, screen=True, auto_refresh=False) as screen,
     ):
-        while True:
+        while not interrupt.came:
             screen.refresh()
             if pause_for_key(interval):
-                return EXIT_OK
+                break
             watch.try_look()
+    return EXIT_OK
 
 
 def pause(seconds: float) -> None:

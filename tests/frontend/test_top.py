@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import itertools
 import json
@@ -24,6 +25,7 @@ import pytest
 from pagewire.api_keys import new_key
 from pagewire.cli import main, top
 from pagewire.cli.top_figures import quantile
+from pagewire.cli.top_source import Page, Sample
 from pagewire.v1 import common_pb2
 from tests.frontend.certificates import make_ca, make_certificate
 from tests.frontend.several_engines import SeveralEngines
@@ -256,6 +258,30 @@ async def test_a_screen(
     assert await terminal.end() == 0
     # The cursor is shown again, and what was there before.
     assert terminal.text.endswith("\x1b[?25h\x1b[?1049l")
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        url = "http://fake"
+        num_asked = 0
+
+        def sample(self) -> Sample:
+            self.num_asked += 1
+            assert self.num_asked < 5, "went on"
+            if self.num_asked == 2:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            return Sample({"life": "1", "model": "fake"}, Page(""))
+
+        def close(self) -> None:
+            pass
+
+    source, before = Interrupted(), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(top, "Source", lambda *_args, **_flags: source)
+    monkeypatch.setattr(top, "figures", lambda *_args: {})
+    assert main(["top", "--json", "--interval", "0.001"]) == 0
+    assert source.num_asked == 2
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 async def test_a_server_that_goes_and_comes_back(
