@@ -46,14 +46,15 @@ def main() -> None:
             if not body.get("stream"):
                 self._write(b"application/json", [b"{}"])
                 return
-            number = next(numbers)
-            if number == options.stop_after:
-                never.wait()
             with lock:
-                # One at a time, so that all before it were answered.
+                # Numbered and answered one at a time, so that all before it were answered.
+                number = next(numbers)
                 if number == options.end_after:
                     _end("out of memory")
-                self._stream(body)
+                if number != options.stop_after:
+                    self._stream(body)
+                    return
+            never.wait()
 
         def _stream(self, body: dict[str, Any]) -> None:
             count = body["max_tokens"]
