@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
     )
     watch = _Watch(source)
     try:
-        watch.begin()
         with _interrupts() as interrupt:
+            watch.begin()
             if options.once or options.json or not sys.stdout.isatty():
                 return _print(watch, options, interrupt)
             return _show(watch, options.interval, interrupt)
